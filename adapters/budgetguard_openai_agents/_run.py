@@ -4,40 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Set
-from typing import Any, NoReturn
+from collections.abc import Set
+from typing import Any
 
-from agents import (
-    Agent,
-    ApplyPatchTool,
-    ComputerTool,
-    InputGuardrailTripwireTriggered,
-    LocalShellTool,
-    MaxTurnsExceeded,
-    ModelResponse,
-    OutputGuardrailTripwireTriggered,
-    RunConfig,
-    RunHooks,
-    RunItem,
-    ShellTool,
-    Tool,
-)
+import agents
 
-from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
-from budgetguard_core.kit import (
-    OUTCOME_UNKNOWN,
-    Flow,
-    LimitQuestion,
-    OpenToolCall,
-    Prompt,
-    Run,
-    Session,
-    ToolCall,
-    part,
-    run_awaited,
-    run_blocking,
-    supervised,
-)
+from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip, kit
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._frame import RunStopped
 from budgetguard_openai_agents._history import (
@@ -54,24 +26,17 @@ from budgetguard_openai_agents.questions import BudgetAsked
 
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
-_TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
+_TRIPWIRES = (agents.InputGuardrailTripwireTriggered, agents.OutputGuardrailTripwireTriggered)
 # What the calls of tools look like that are called without a name.
 _TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (ShellTool | LocalShellTool, ("shell_call", "local_shell_call")),
-    (ApplyPatchTool, ("apply_patch_call",)),
-    (ComputerTool, ("computer_call",)),
+    (agents.ShellTool | agents.LocalShellTool, ("shell_call", "local_shell_call")),
+    (agents.ApplyPatchTool, ("apply_patch_call",)),
+    (agents.ComputerTool, ("computer_call",)),
 )
 
 
-class Recorder(RunHooks[Any]):
+class Recorder(agents.RunHooks[Any]):
     """The hooks of one run: they ask its budget and remember what its history is closed with.
-
-    Args:
-        run: The run, as the budget knows it.
-        hooks: The user's hooks.
-        agent: The agent that the run starts with.
-        run_config: The user's own.
-        server_side: The provider keeps the conversation.
 
     Attributes:
         context: The SDK's context of the run, once it is known.
@@ -91,35 +56,36 @@ class Recorder(RunHooks[Any]):
 
     def __init__(
         self,
-        run: Run,
-        hooks: RunHooks[Any] | None,
-        agent: Agent[Any],
-        run_config: RunConfig,
+        run: kit.Run,
+        hooks: agents.RunHooks[Any] | None,
+        agent: agents.Agent[Any],
+        run_config: agents.RunConfig,
         *,
         server_side: bool,
+        location: Any,
     ) -> None:
         self.run = run
-        self.hooks = hooks or RunHooks[Any]()
+        self.hooks = hooks or agents.RunHooks[Any]()
         self.agent = agent
         self.run_config = run_config
         self.is_server_side = server_side
-        self.session = Session(run, ITEMS)
-        self.session.main.prompt = Prompt(server_side=server_side)
+        self.location = location
+        self.session = kit.Session(run, ITEMS, location)
+        self.session.main.prompt = kit.Prompt(server_side=server_side)
         self.context: Any = None
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []
-        self.models: dict[int, Any] = {}
+        self.models: dict[tuple[Any, ...], Any] = {}
         self.sent: Any = None
         self.due: tuple[Any, ...] | None = None
         self.refused: BaseException | None = None
-        self.earlier: list[RunItem] = []
+        self.earlier: list[agents.RunItem] = []
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
-        self.closing: list[RunItem] = []
+        self.closing: list[agents.RunItem] = []
         self.is_handled = False
         self._saved: list[Any] = []
-        self._handler: Callable[[Any], Any] | None = None
-        self.question: LimitQuestion | None = None
+        self.question: kit.LimitQuestion | None = None
 
     # A turn, in the order of its steps
 
@@ -137,7 +103,7 @@ class Recorder(RunHooks[Any]):
         if self.is_off:
             await self.hooks.on_llm_start(*self.due)
 
-    async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
+    async def on_llm_end(self, context: Any, agent: Any, response: agents.ModelResponse) -> None:
         """Ask for the tool calls in an answer, all together, or stop the run."""
         self.context = context
         turn = Turn(agent, response, asked_calls(agent, response.output))
@@ -146,39 +112,40 @@ class Recorder(RunHooks[Any]):
         self.batch = turn.asked
         if not turn.asked:
             return
-        await run_awaited(self._open(turn.asked))
+        await kit.run_awaited(self._open(turn.asked))
         trip = self.run.trip
         if trip is not None and not any(one.is_local and one.is_waiting for one in turn.asked):
-            self._stop(trip)
+            self.stopping = trip
+            raise RunStopped(trip)
         if self.run.is_saved:
             there = [item.to_input_item() for item in turn_items(turn)]
             self._saved = [*self._saved, *there]
             await asyncio.to_thread(self.run.save, self._saved)
 
-    async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
+    async def on_tool_start(self, context: Any, agent: Any, tool: agents.Tool) -> None:
         """Start a tool's body, unless something else is its result."""
         self.context = self.context or context
         asked = self.find(context, tool, starts=True)
         if asked is None:
             # Its response was not of this run.
-            call = ToolCall(
+            call = kit.ToolCall(
                 name=tool.name,
                 arguments=getattr(context, "tool_arguments", None),
                 id=getattr(context, "tool_call_id", None),
             )
-            asked = Asked(getattr(context, "tool_call", None), call)
-            await run_awaited(self._open([asked]))
+            asked = Asked(getattr(context, "tool_call", None), kit.OpenToolCall(call))
+            await kit.run_awaited(self._open([asked]))
             self.batch = [*self.batch, asked]
             self.resumed.append(asked)
-        if asked.opened is not None and asked.opened.state != "withdrawn":
+        if asked.opened.state != "withdrawn":
             await self.run.wait_async(asked.opened)
             if self.run.start(asked.opened) is None:
                 await self.hooks.on_tool_start(context, agent, original(tool))
 
-    async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
+    async def on_tool_end(self, context: Any, agent: Any, tool: agents.Tool, result: Any) -> None:
         """Settle a tool call."""
         asked = self.find(context, tool)
-        if asked is not None and asked.opened is not None:
+        if asked is not None:
             if asked.opened.refusal is not None:
                 return
             self.run.finished(asked.opened, result, error=asked.error)
@@ -187,8 +154,7 @@ class Recorder(RunHooks[Any]):
     async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
         """Settle the call that was a handoff."""
         for asked in self.batch:
-            if asked.call.kind == "handoff" and asked.opened and asked.is_waiting:
-                asked.target = to_agent
+            if asked.call.kind == "handoff" and asked.is_waiting:
                 self.run.finished(asked.opened, transfer_text(to_agent))
                 break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
@@ -228,30 +194,24 @@ class Recorder(RunHooks[Any]):
         With one of ours, a run and a stream end alike where the user has none.
         """
         given: dict[str, Any] = own or {}
-        self._handler = given.get("max_turns")
-        return {**given, "max_turns": self._used_up}
 
-    async def _used_up(self, about: Any) -> Any:
-        handler, answer = self.take_handler(), None
-        if handler is not None:
-            answer = handler(about)
+        async def used_up(about: Any) -> Any:
+            handler = given.get("max_turns")
+            answer = None if handler is None else handler(about)
             if inspect.isawaitable(answer):
                 answer = await answer
-        if answer is None:
-            raise about.error
-        if self.run.is_enforced:
-            self.is_handled = True
-            self.stopping = self.run.framework_limit(str(about.error))
-        return answer
+            if answer is None:
+                raise about.error
+            if self.run.is_enforced:
+                self.is_handled = True
+                self.stopping = self.run.framework_limit(str(about.error))
+            return answer
 
-    def take_handler(self) -> Callable[[Any], Any] | None:
-        """Return the user's handler of `max_turns`, which is asked once."""
-        handler, self._handler = self._handler, None
-        return handler
+        return {**given, "max_turns": used_up}
 
     # Tool calls
 
-    def _open(self, batch: list[Asked]) -> Flow[None]:
+    def _open(self, batch: list[Asked]) -> kit.Flow[None]:
         # What the provider has run already takes its places before anything else starts.
         listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
         answers = yield from self.run.ask(lambda: self.run.batch(one.call for one in listed))
@@ -260,12 +220,7 @@ class Recorder(RunHooks[Any]):
 
     def has_refused(self, call_id: str) -> bool:
         """Return whether a limit has refused a call of the reply at hand."""
-        refused = (one for one in self.batch if one.opened and one.opened.state == "refused")
-        return any(one.call.id == call_id for one in refused)
-
-    def _stop(self, trip: Trip) -> NoReturn:
-        self.stopping = trip
-        raise RunStopped(trip)
+        return any(one.call.id == call_id and one.opened.refusal for one in self.batch)
 
     def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
         """Find the call of a tool that starts, or is at work."""
@@ -285,7 +240,7 @@ class Recorder(RunHooks[Any]):
             begun.is_begun = True
         return begun
 
-    def go_on(self, state: Any, agent: Agent[Any]) -> None:
+    def go_on(self, state: Any, agent: agents.Agent[Any]) -> None:
         """Take over the open calls of an earlier attempt, and ask for those approved, together."""
         self.earlier = _seams.items_of(state)
         tickets = {one.call.id: one for one in self.run.guard.open_tool_calls()}
@@ -294,7 +249,7 @@ class Recorder(RunHooks[Any]):
         def takes_over(asked: Asked) -> bool:
             ticket = tickets.pop(asked.call.id, None)
             if ticket is not None:
-                asked.opened = OpenToolCall(asked.call, [ticket])
+                asked.opened = kit.OpenToolCall(asked.call, [ticket])
             return ticket is not None
 
         for item in state.get_interruptions():
@@ -307,21 +262,15 @@ class Recorder(RunHooks[Any]):
                     self.resumed.append(asked)
                     fresh += [] if is_open else [asked]
                     continue
-                if asked.opened is not None:
-                    self.run.withdrawn(asked.opened, waits=True)
-                # What a person rejects is no tool call, but an error of its kind.
-                call = asked.call
-                output = ToolCall(
-                    name=call.name, arguments=call.arguments, id=call.id, kind="output"
-                )
-                self.run.finished(self.run.tool_call(output), error="rejected")
-        started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
+                self.run.withdrawn(asked.opened, waits=True)
+                self.session.calls.answered_without_body(asked.call, "rejected")
+        started = [one.raw_item for one in self.earlier if kit.part(one.raw_item, "type") in LOCAL]
         for asked in asked_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.
-            if takes_over(asked) and asked.opened is not None:
+            if takes_over(asked):
                 self.run.start(asked.opened)
                 self.resumed.append(asked)
-        run_blocking(self._open(fresh))
+        kit.run_blocking(self._open(fresh))
         self.batch = self.resumed
 
     def leave(self, waiting: Set[Any] = frozenset()) -> None:
@@ -333,17 +282,17 @@ class Recorder(RunHooks[Any]):
         keeps = self.run.stopped_by is not None and self.run.guard.parent is None
         for asked in self.batch:
             waits = asked.call.id in waiting
-            if asked.opened is not None and asked.call.kind != "hosted" and not (waits and keeps):
+            if asked.call.kind != "hosted" and not (waits and keeps):
                 self.run.withdrawn(asked.opened, waits=waits)
         self.batch = []
 
     def close_batch(self, error: BaseException | None = None) -> None:
         """Account for the calls of a batch that the SDK has finished with."""
         for asked in self.batch:
-            if asked.opened is not None and asked.opened.state == "started":
+            if asked.opened.state == "started":
                 # Nobody was told how it ended.
                 cause = asked.error or error or "no result"
-                self.run.finished(asked.opened, OUTCOME_UNKNOWN, error=cause)
+                self.run.finished(asked.opened, kit.OUTCOME_UNKNOWN, error=cause)
         # The SDK knew the id of any other and ran nothing, or was stopped before.
         self.leave()
 
@@ -355,7 +304,7 @@ class Recorder(RunHooks[Any]):
         if isinstance(error, BudgetAsked):
             self.question = error.question
             return error.trip
-        if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
+        if isinstance(error, agents.MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
         stopped = self.stopping or self.run.stopped_by
         if stopped is None:
@@ -392,43 +341,29 @@ class Recorder(RunHooks[Any]):
         local = any(one.is_local for turn in self.turns[-1:] for one in turn.asked)
         return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
 
-    def is_judged(self) -> bool:
-        """Return whether nothing of the last answer has to be kept back."""
-        self.withhold()
-        return not self.withheld()
-
     def withheld(self) -> list[Any]:
         """List what is kept back, as a history has it, the last item first."""
         outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
         return [item for items in outputs for item in reversed(items)]
 
-    def is_withheld(self, item: RunItem) -> bool:
+    def is_withheld(self, item: agents.RunItem) -> bool:
         """Return whether an item is a part of an answer that is kept back."""
-        return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
+        outputs = [turn.response.output for turn in self.turns[-1:] if turn.is_withheld]
+        return any(item.raw_item is one for output in outputs for one in output)
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
         work.add_done_callback(_seen)
         ask: Any = self.run.ask
-        if await run_awaited(ask(self.run.check)) is not None:
+        if await kit.run_awaited(ask(self.run.check)) is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
-        return await supervised(self.run, work)
-
-    def cut_off(self, error: BaseException | None = None) -> None:
-        """Account for a run that was cut."""
-        self._fail(error or "cancelled")
-        self.leave()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Account for what a run has left open that ended by itself or by an exception."""
-        if error is not None:
-            self._fail(error)
-        self.close_batch(error)
+        return await kit.supervised(self.run, work)
 
     def let_go(self) -> None:
         """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
-        self.models, self.sent, self.refused = {}, None, None
+        self.models, self.sent, self.refused, self.location.result = {}, None, None, None
+        self.session = kit.Session(self.run, ITEMS)
         self.turns, self.earlier, self.resumed, self._saved = [], [], [], []
 
     @property

@@ -7,19 +7,18 @@ from contextvars import ContextVar
 from typing import Any, Unpack
 
 from pydantic_ai import Agent
-from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
 from pydantic_ai.usage import UsageLimits
 
 from budgetguard_core import Budget, Guard, Outcome, Snapshot, kit
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT
-from budgetguard_pydantic_ai._run import OUTERMOST, BoundedRun, toolset_of
+from budgetguard_pydantic_ai._run import BoundedRun, OfBudget
 
 DEFAULT_MAX_ITERATIONS = 25
 """The cap of a capability that is given neither a budget nor a guard."""
 
 
-class BudgetCapability(AbstractCapability[Any]):
+class BudgetCapability(OfBudget):
     """A budget around each run of an agent: `Agent(..., capabilities=[BudgetCapability(budget)])`.
 
     Args:
@@ -41,15 +40,7 @@ class BudgetCapability(AbstractCapability[Any]):
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
         self.envelope = kit.envelope_of(budget, default=default, **options)
 
-    def get_ordering(self) -> CapabilityOrdering:
-        """Return the place among other capabilities."""
-        return OUTERMOST
-
-    def get_toolset(self) -> Any:
-        """Return the tools of the budget."""
-        return toolset_of(self.envelope)
-
-    async def for_run(self, ctx: Any) -> AbstractCapability[Any]:
+    async def for_run(self, ctx: Any) -> BoundedRun:
         """Return the capability of one run."""
         resume, self._resume = self._resume, None  # of the first run alone
         return BoundedRun(self.envelope, _output_type.get(), resume)

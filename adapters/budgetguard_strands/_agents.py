@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
@@ -11,17 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from opentelemetry import trace
-from strands import Agent, tool  # pyright: ignore[reportUnknownVariableType]
-from strands.hooks import (
-    AfterInvocationEvent,
-    AfterModelCallEvent,
-    AfterToolCallEvent,
-    BeforeInvocationEvent,
-    BeforeModelCallEvent,
-    BeforeToolCallEvent,
-)
+from strands import Agent, hooks, tool  # pyright: ignore[reportUnknownVariableType]
 from strands.middleware import ExecuteToolStage
-from strands.types._events import TextStreamEvent, ToolResultEvent
+from strands.types._events import ModelStreamChunkEvent, TextStreamEvent, ToolResultEvent
 from strands.types.events import TypedEvent
 
 from budgetguard_core import Guard, kit
@@ -33,9 +24,6 @@ from budgetguard_strands._opening import KEY, ByIdentity, Opener, entry, is_of_a
 from budgetguard_strands._run import AgentRun, is_stopped
 from budgetguard_strands._seams import FIRST, LAST, Events
 
-LOG = logging.getLogger("budgetguard.strands")
-# Where it shows is the application's choice; without one it would go to standard error.
-LOG.addHandler(logging.NullHandler())
 _GO_ON = "Please go on."
 
 # The hooks that bound an agent, of all providers.
@@ -49,7 +37,6 @@ class AgentHooks:
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
         self._calls = Calls()
-        self._registered: ByIdentity[bool] = ByIdentity()
 
     # Attaching
 
@@ -57,38 +44,30 @@ class AgentHooks:
         """Bound an agent; a second time changes nothing."""
         with _attaching:
             others = _attached.get(agent) or ()
-            if self in others:
-                return
-            if not self._registered.get(agent):
+            if self not in others:
                 self._register(agent)
-                self._registered.set(agent, True)
-            _attached.set(agent, (*others, self))
-
-    def remove(self, agent: Agent) -> None:
-        """Bound an agent no more, from its next run on."""
-        with _attaching:
-            others = _attached.get(agent) or ()
-            _attached.set(agent, tuple(one for one in others if one is not self))
+                _attached.set(agent, (*others, self))
 
     def _register(self, agent: Agent) -> None:
         _seams.probe(agent)
         calls = self._calls
         callbacks = (
-            (BeforeInvocationEvent, self._before_invocation, FIRST),
-            (BeforeModelCallEvent, calls.before_model_call, LAST),
-            (AfterModelCallEvent, calls.after_model_call, FIRST),
-            (AfterModelCallEvent, calls.after_answer, LAST),
-            (BeforeToolCallEvent, calls.offer_tool_call, FIRST),
-            (BeforeToolCallEvent, calls.before_tool_call, LAST),
-            (AfterToolCallEvent, calls.after_tool_call, LAST),
-            (AfterInvocationEvent, self._after_attempt, FIRST),
-            (AfterInvocationEvent, self._after_invocation, LAST),
+            (hooks.BeforeInvocationEvent, self._before_invocation, FIRST),
+            (hooks.BeforeModelCallEvent, calls.before_model_call, LAST),
+            (hooks.AfterModelCallEvent, calls.after_model_call, FIRST),
+            (hooks.AfterModelCallEvent, calls.after_answer, LAST),
+            (hooks.BeforeToolCallEvent, calls.offer_tool_call, FIRST),
+            (hooks.BeforeToolCallEvent, calls.before_tool_call, LAST),
+            (hooks.AfterToolCallEvent, calls.after_tool_call, LAST),
+            (hooks.AfterInvocationEvent, self._after_attempt, FIRST),
+            (hooks.AfterInvocationEvent, self._after_invocation, LAST),
         )
         add: Any = agent.hooks.add_callback
         for event, callback, order in callbacks:
             add(event, callback, order=order)
         agent.add_middleware(_seams.AgentStreamStage, self._around)
-        agent.add_middleware(ExecuteToolStage, self._in_background)
+        if _seams.has_background_tasks(agent):
+            agent.add_middleware(ExecuteToolStage, self._in_background)
         asks = self._opener.envelope.may_ask_for_progress
         if asks and kit.PROGRESS_TOOL.name not in agent.tool_registry.registry:
             form = kit.PROGRESS_TOOL
@@ -109,7 +88,7 @@ class AgentHooks:
 
     # The beginning
 
-    async def _before_invocation(self, event: BeforeInvocationEvent) -> None:
+    async def _before_invocation(self, event: hooks.BeforeInvocationEvent) -> None:
         """Begin a run, or another attempt of one: hooks that resume it stay in its invocation."""
         agent = event.agent
         metrics = agent.event_loop_metrics
@@ -132,7 +111,9 @@ class AgentHooks:
         if correction and event.messages:
             event.messages[-1]["content"].append({"text": correction})
 
-    async def _begin(self, event: BeforeInvocationEvent, invocation: tuple[Any, int]) -> AgentRun:
+    async def _begin(
+        self, event: hooks.BeforeInvocationEvent, invocation: tuple[Any, int]
+    ) -> AgentRun:
         agent = event.agent
         paused = self._calls.paused.get(agent)
         self._calls.paused.pop(agent)
@@ -176,21 +157,51 @@ class AgentHooks:
             # kept stays as it is: so somebody has to speak in between.
             context = replace(context, messages=[{"role": "user", "content": [{"text": _GO_ON}]}])
         span = trace.get_current_span()
+        watch = kit.Watch(at.run, at.cut)
+        may_wait, is_streaming = _seams.has_model_middleware(agent), False
         try:
-            async with aclosing(at.steps(proceed(context))) as events:
+            async with aclosing(proceed(context)) as events:
+                at.enter()
                 async for event in events:
+                    kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
+                    is_text = kind is TextStreamEvent and at.turn is not None
+                    if is_text or (
+                        kind is ModelStreamChunkEvent and "metadata" not in event["event"]
+                    ):
+                        # Nearly all events are these two: a piece of an answer, and its text,
+                        # which Strands makes without any wait. While they come no hook runs.
+                        at.task = None
+                        if not is_streaming:
+                            at.leave()
+                        elif at.token is not None:
+                            kit.FRAME.reset(at.token)
+                            at.token = None
+                        is_streaming = True
+                        if is_text:
+                            at.written.append(event["data"])
+                            at.look()
+                        yield event
+                        if at.due:
+                            break
+                        if is_text or may_wait or "contentBlockDelta" not in event["event"]:
+                            at.enter()
+                        continue
+                    is_streaming = False
+                    at.note(event)
+                    at.leave()
                     if "stop" in event:
                         event = await at.last_event(agent, state, event)
                         if event is None:
                             break
-                    if at.turn is None:
-                        for warning in at.warnings():
-                            yield TypedEvent({"budgetguard_warning": warning})
+                    for warning in at.warnings():
+                        yield TypedEvent({"budgetguard_warning": warning})
                     yield event
+                    if at.due:
+                        break
+                    at.enter()
                 else:
-                    if not at.due:
-                        at.took_effect()
-                        return
+                    at.took_effect()
+                    return
             at.took_effect()
             _seams.end_spans(span, at.context)
         except BaseException as error:
@@ -200,6 +211,9 @@ class AgentHooks:
                 raise
             if at.error is not None:
                 raise at.error from None
+        finally:
+            watch.close()
+            at.leave()
         self._calls.settle(at, "the run was stopped")
         ended = await at.stop(agent, state)
         # A reader of the texts alone sees the end of the run, too.
@@ -250,7 +264,7 @@ class AgentHooks:
 
     # The end
 
-    async def _after_attempt(self, event: AfterInvocationEvent) -> None:
+    async def _after_attempt(self, event: hooks.AfterInvocationEvent) -> None:
         """Settle what is open and keep the counters, before the session manager looks."""
         at = self._calls.going_on(event.agent)
         if at is None:
@@ -266,7 +280,7 @@ class AgentHooks:
         if outcome is not None:
             self._opener.note(event.agent, outcome)
 
-    async def _after_invocation(self, event: AfterInvocationEvent) -> None:
+    async def _after_invocation(self, event: hooks.AfterInvocationEvent) -> None:
         """End the run, after the session manager has kept it."""
         agent = event.agent
         at = self._calls.runs.get(agent)
@@ -275,13 +289,8 @@ class AgentHooks:
         if _seams.goes_on(event):
             at.resumed = False
             return
-        if at.trip is not None and event.resume is not None:
-            LOG.info(
-                "agent=<%s>, stop_reason=<%s> | a stopped run is not resumed by a hook",
-                agent.name,
-                at.trip.reason,
-            )
-            event.resume = None
+        if at.trip is not None:
+            event.resume = None  # a stopped run is not resumed by a hook
         at.resumed = event.resume is not None
         if at.run.ended:
             self._calls.runs.pop(agent)  # it holds the conversation

@@ -8,13 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from opentelemetry.context import get_current
-from strands import Agent
-from strands.hooks import (
-    AfterModelCallEvent,
-    AfterToolCallEvent,
-    BeforeModelCallEvent,
-    BeforeToolCallEvent,
-)
+from strands import Agent, hooks
 from strands.interrupt import InterruptException
 from strands.middleware import InvokeModelStage
 from strands.types.content import ContentBlock
@@ -102,7 +96,7 @@ class Calls:
                         raise Halt(at)
                 yield event
 
-    async def before_model_call(self, event: BeforeModelCallEvent) -> None:
+    async def before_model_call(self, event: hooks.BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
         agent = event.agent
         at = self.going_on(agent)
@@ -135,7 +129,7 @@ class Calls:
             at.nudged = agent.messages[-1]["content"], words
             at.nudged[0].append(words)
 
-    def after_model_call(self, event: AfterModelCallEvent) -> None:
+    def after_model_call(self, event: hooks.AfterModelCallEvent) -> None:
         """Settle a model call, before other hooks see how it ended."""
         agent, response = event.agent, event.stop_response
         at = self.going_on(agent)
@@ -155,7 +149,7 @@ class Calls:
         at.usage = at.usage or kit.part(message.get("metadata"), "usage")
         self._answered(at, agent, message, str(response.stop_reason) == "max_tokens")
 
-    def after_answer(self, event: AfterModelCallEvent) -> None:
+    def after_answer(self, event: hooks.AfterModelCallEvent) -> None:
         """End a run whose answer its own bound cut off, after the other hooks have seen it."""
         at = self.going_on(event.agent)
         if at is not None and at.cut_off and event.stop_response is not None:
@@ -215,7 +209,7 @@ class Calls:
 
     # Tool calls
 
-    async def offer_tool_call(self, event: BeforeToolCallEvent) -> None:
+    async def offer_tool_call(self, event: hooks.BeforeToolCallEvent) -> None:
         """Admit a tool call before a user's hook asks a person about it."""
         at = self.going_on(event.agent)
         if at is None or event.cancel_tool:
@@ -243,7 +237,7 @@ class Calls:
             event.cancel_tool = record.refusal
             _seams.ask_nobody(event)
 
-    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
+    async def before_tool_call(self, event: hooks.BeforeToolCallEvent) -> None:
         """Start a tool call, or give a result in its place, after the other hooks."""
         at = self.going_on(event.agent)
         record = None if at is None else at.find(event.tool_use)
@@ -260,7 +254,7 @@ class Calls:
         if record.refusal is not None:
             event.cancel_tool = record.refusal
 
-    def after_tool_call(self, event: AfterToolCallEvent) -> None:
+    def after_tool_call(self, event: hooks.AfterToolCallEvent) -> None:
         """Settle a tool call, with the result that the history gets."""
         at = self.going_on(event.agent)
         if at is None:
@@ -289,7 +283,7 @@ class Calls:
         at.within()
 
 
-def _is_of_the_stop(at: AgentRun, event: AfterToolCallEvent) -> bool:
+def _is_of_the_stop(at: AgentRun, event: hooks.AfterToolCallEvent) -> bool:
     """Return whether a tool failed because a run inside of it was stopped."""
     # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
     said = None if at.trip is None else str(BudgetExceeded(at.trip))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Snapshot, Trip, kit
@@ -124,9 +125,11 @@ class Opener:
             if resume is not None:
                 self._resume = None  # of the first run alone
             manager = getattr(target, "session_manager", target)
+            # The adapter writes there by itself: a run has several attempts.
+            location: Any = SimpleNamespace(get=lambda: kept or None)
             opening = kit.opened(
                 envelope,
-                _Kept(kept),
+                location,
                 resume=resume,
                 user_spoke=user_spoke,
                 config=invocation_state,
@@ -180,22 +183,6 @@ class Opener:
                 return True
             frame = frame.above
         return False
-
-
-class _Kept:
-    """The location of what a run has left. The adapter writes it: a run has several attempts."""
-
-    keeps: frozenset[str] = frozenset()
-
-    def __init__(self, kept: Any) -> None:
-        self._kept = kept
-
-    def get(self) -> Any:
-        """Return the entry, or None; a tool could have written anything into the state."""
-        return self._kept or None
-
-    def put(self, entry: Any) -> None:
-        """Keep nothing."""
 
 
 def entry(status: str, snapshot: Snapshot) -> dict[str, Any]:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
-from strands import Agent
-from strands.hooks import (
-    AfterMultiAgentInvocationEvent,
-    AfterNodeCallEvent,
-    BeforeMultiAgentInvocationEvent,
-    BeforeNodeCallEvent,
-)
+from strands import Agent, hooks
 from strands.multiagent import Swarm
 from strands.multiagent.base import Status
 from strands.multiagent.graph import Graph
@@ -102,21 +95,14 @@ class Orchestrators:
         if self._attached.get(orchestrator) is None:
             _seams.probe(orchestrator)
             add: Any = orchestrator.hooks.add_callback
-            add(BeforeMultiAgentInvocationEvent, self._before, order=FIRST)
-            add(BeforeNodeCallEvent, self._before_node, order=LAST)
-            add(AfterNodeCallEvent, self._after_node, order=FIRST)
-            add(AfterMultiAgentInvocationEvent, self._before_kept, order=FIRST)
-            add(AfterMultiAgentInvocationEvent, self._after, order=LAST)
+            add(hooks.BeforeMultiAgentInvocationEvent, self._before, order=FIRST)
+            add(hooks.BeforeNodeCallEvent, self._before_node, order=LAST)
+            add(hooks.AfterNodeCallEvent, self._after_node, order=FIRST)
+            add(hooks.AfterMultiAgentInvocationEvent, self._before_kept, order=FIRST)
+            add(hooks.AfterMultiAgentInvocationEvent, self._after, order=LAST)
             if isinstance(orchestrator, Swarm):
                 self._keep_unfinished(orchestrator)
-            else:
-                self._end_normally(orchestrator)
         self._attached.set(orchestrator, True)
-
-    def remove(self, orchestrator: Graph | Swarm) -> None:
-        """Bound a swarm or graph no more, from its next run on."""
-        if self._attached.get(orchestrator):
-            self._attached.set(orchestrator, False)
 
     def _keep_unfinished(self, swarm: Swarm) -> None:
         """Keep the node to go on with in the session of a stopped swarm.
@@ -134,37 +120,12 @@ class Orchestrators:
         owner: Any = swarm
         owner.serialize_state = serialize_state
 
-    def _end_normally(self, graph: Graph) -> None:
-        """Return a graph's result where a node was left by a stop; Strands raises it.
-
-        Only what runs an agent by itself, in a node of the user's own, is left by one.
-        """
-        own: Any = graph.stream_async
-
-        async def stream_async(*args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
-            try:
-                async with aclosing(own(*args, **kwargs)) as events:
-                    async for event in events:
-                        yield event
-            except Exception as error:
-                at = self._runs.get(graph)
-                if at is None or not is_of_a_stop(error) or at.run.stopped_by is None:
-                    raise
-                if not at.of_node and (at.inside or at.run.is_to_raise):
-                    raise
-                yield {"type": "multiagent_result", "result": _seams.result_of(graph)}
-
-        owner: Any = graph
-        owner.stream_async = stream_async
-
     # The hooks
 
-    async def _before(self, event: BeforeMultiAgentInvocationEvent) -> None:
+    async def _before(self, event: hooks.BeforeMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         before = self._runs.get(source)
         self._runs.pop(source)
-        if not self._attached.get(source):
-            return
         self.install(source)
         kept = None
         answered = _seams.is_interrupted(source)
@@ -180,7 +141,7 @@ class Orchestrators:
         )
         self._runs.set(source, OrchestratorRun(opened))
 
-    async def _before_node(self, event: BeforeNodeCallEvent) -> None:
+    async def _before_node(self, event: hooks.BeforeNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -204,7 +165,7 @@ class Orchestrators:
         # A graph raises for a cancelled node. An agent that is one stops before its first model
         # call, and no nodes follow.
 
-    def _after_node(self, event: AfterNodeCallEvent) -> None:
+    def _after_node(self, event: hooks.AfterNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -230,7 +191,7 @@ class Orchestrators:
         if correction:
             self._opener.corrections[at.run] = correction
 
-    async def _before_kept(self, event: AfterMultiAgentInvocationEvent) -> None:
+    async def _before_kept(self, event: hooks.AfterMultiAgentInvocationEvent) -> None:
         """Pause, or give a stopped run its one status, before the session manager looks."""
         source: Any = event.source
         at = self._runs.get(source)
@@ -253,7 +214,7 @@ class Orchestrators:
         kept = entry("paused", run.guard.snapshot())
         _seams.kept_with_interrupts(source).update(kept)
 
-    async def _after(self, event: AfterMultiAgentInvocationEvent) -> None:
+    async def _after(self, event: hooks.AfterMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None or at.run.ended:

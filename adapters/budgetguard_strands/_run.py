@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Mapping
+from contextvars import Token
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from strands.types._events import EventLoopStopEvent
 from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
 from budgetguard_strands import _seams
-from budgetguard_strands._messages import DIALECT, append, last_question, text_of, thought
+from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
 from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
 
 _LOOK_EVERY = 64
@@ -35,19 +35,18 @@ class AgentRun:
 
     Attributes:
         session: The life of the run.
-        inside: The run is a part of another one.
-        shared: Its guard was given, and nothing of it is reset.
-        of_node: It is that of a swarm's or graph's node.
+        inside, shared, of_node: As in `Opened`.
         invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
         asked: The tool calls of the batch in flight. Uses are told apart by identity.
-        bodies: What runs in the background: each with the loop that it runs on.
-        admitting: Held while a tool call is admitted.
+        bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
         context: OpenTelemetry's context in which the last model call began.
         error: What left the run.
         paused: Its counters where it waits; None while it does not.
-        is_left: It was stopped, and what runs in the background ends with it.
+        inner: The frame of the run's code, between two of its steps.
+        token: Undoes that the running code is inside of the run; None while it is not.
+        task: The task that waits for the next event of the loop; None while none does.
         due: The run is to be left as soon as it can be.
     """
 
@@ -99,8 +98,9 @@ class AgentRun:
         self.overflowed = self.recovered = self.cut_off = False
         self._limit: Trip | None = None
         self._output: Any = None
-        self._inner: Frame = self.frame
-        self._task: asyncio.Task[Any] | None = None
+        self.inner: Frame = self.frame
+        self.token: Token[Frame | None] | None = None
+        self.task: asyncio.Task[Any] | None = None
         self._cancelled = self.due = False
         self._earlier = self._pieces = 0
         self.begin_call(None)
@@ -129,35 +129,22 @@ class AgentRun:
 
     # The events
 
-    async def steps(self, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """Yield the events of Strands' loop, each made inside of the run, until it has to end."""
-        watch = kit.Watch(self.run, self._cut)
-        try:
-            async with aclosing(events):
-                while not self.due:
-                    with self._step():
-                        event = await anext(events, None)
-                    if event is None:
-                        return
-                    self._note(event)
-                    yield event
-        finally:
-            watch.close()
-
-    @contextmanager
-    def _step(self) -> Generator[None]:
-        """Make the code of a block a part of the run; nothing shows in the consumer's context."""
+    def enter(self) -> None:
+        """Make the running code a part of the run, for one step."""
         # The consumer may ask for each event in another task.
-        self._task = asyncio.current_task()
-        token = FRAME.set(self._inner)
-        try:
-            yield
-        finally:
-            self._inner = FRAME.get() or self._inner
-            FRAME.reset(token)
-            self._task = None  # a stream that is left must not hold its consumer
+        self.task = asyncio.current_task()
+        if self.token is None:
+            self.token = FRAME.set(self.inner)
 
-    def _note(self, event: Any) -> None:
+    def leave(self) -> None:
+        """Undo that: nothing of it shows in the consumer's context."""
+        self.task = None  # a stream that is left must not hold its consumer
+        if self.token is not None:
+            self.inner = FRAME.get() or self.inner
+            FRAME.reset(self.token)
+            self.token = None
+
+    def note(self, event: Any) -> None:
         """Note what an event of the model call in flight says of it, and look at the clock.
 
         Else it is an event of a tool's, or of an agent delegated to.
@@ -181,13 +168,13 @@ class AgentRun:
         if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         """End what the run awaits; between two events of a stream it awaits nothing."""
         self.due = True
-        if self._task is not None and not self._cancelled:
+        if self.task is not None and not self._cancelled:
             self._cancelled = True
-            self._earlier = self._task.cancelling()
-            self._task.cancel()
+            self._earlier = self.task.cancelling()
+            self.task.cancel()
 
     def took_effect(self) -> bool:
         """Return whether a cancellation that came up was the watch's, and take it back if so."""
@@ -240,7 +227,7 @@ class AgentRun:
             guard = self.run.guard
             marks = {"synthetic": True, "stop_reason": "cancelled", "run_id": guard.run_id}
             message = DIALECT.ending(kit.synthetic_text(guard), marks, None)
-            await append(agent, message, guard.tree.report)
+            await _seams.append(agent, message, guard.tree.report)
         return event
 
     async def stop(self, agent: Any, state: dict[str, Any]) -> Any:
@@ -269,7 +256,7 @@ class AgentRun:
             if written:
                 message["content"].insert(0, {"text": written})
             for one in ending.new:
-                await append(agent, one, self.run.guard.tree.report)
+                await _seams.append(agent, one, self.run.guard.tree.report)
         request_state = state.setdefault("request_state", {})
         return EventLoopStopEvent(
             reason, message, agent.event_loop_metrics, request_state, structured_output=self._output

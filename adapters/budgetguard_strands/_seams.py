@@ -14,7 +14,6 @@ from opentelemetry.context import Context
 from strands import Agent
 from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.middleware import InvokeModelStage
-from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
 
@@ -66,6 +65,11 @@ def has_model_middleware(agent: Agent) -> bool:
     return bool(agent._middleware_registry._handlers.get(InvokeModelStage))
 
 
+def has_background_tasks(agent: Agent) -> bool:
+    """Return whether an agent's tools may run in the background."""
+    return agent._background_tasks is not None
+
+
 def goes_on(event: AfterInvocationEvent) -> bool:
     """Return whether Strands itself goes on after this, with the results of background tasks."""
     state = getattr(event, _CONTINUED, None)
@@ -73,9 +77,15 @@ def goes_on(event: AfterInvocationEvent) -> bool:
     return ended and bool(getattr(state, "inputs", None))
 
 
-def result_of(graph: Any) -> Any:
-    """Make the result of a graph from the state that it was left in."""
-    return graph._build_result([])
+async def append(agent: Any, message: Any, report: Callable[[str, Exception], None]) -> None:
+    """Add a message as the agent does: kept by its session manager, seen by every hook.
+
+    What a hook or session manager raises is reported; the run ends all the same.
+    """
+    try:
+        await agent._append_messages(message)
+    except Exception as error:
+        report("message added", error)
 
 
 # Questions to a person
@@ -183,8 +193,11 @@ def probe(target: Any) -> None:
         AdapterError: This release lacks one.
     """
     names = ["_interrupt_state"]
-    names += ["_build_result"] if isinstance(target, Graph) else []
-    names += ["_middleware_registry"] if isinstance(target, Agent) else []
+    names += (
+        ["_append_messages", "_background_tasks", "_middleware_registry"]
+        if isinstance(target, Agent)
+        else []
+    )
     missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
     if missing:
         raise AdapterError(f"Strands must have {missing[0]}, got a release without. {_USE_ANOTHER}")

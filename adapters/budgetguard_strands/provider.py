@@ -80,12 +80,15 @@ class BudgetHookProvider(Plugin):
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register with Strands, for `hooks=[provider]` of an agent, swarm or graph."""
         del kwargs
-        registry.add_callback(AgentInitializedEvent, self._agent_made)
-        registry.add_callback(MultiAgentInitializedEvent, self._orchestrator_made)
+        registry.add_callback(AgentInitializedEvent, self._made)
+        registry.add_callback(MultiAgentInitializedEvent, self._made)
+
+    def _made(self, event: Any) -> None:
+        self.attach(event.agent if hasattr(event, "agent") else event.source)
 
     def init_agent(self, agent: Agent) -> None:
         """Register with Strands, for `plugins=[provider]`."""
-        self._agents.install(agent)
+        self.attach(agent)
 
     def attach(self, target: _Target) -> _Target:
         """Bound an agent, swarm or graph that exists already, and return it.
@@ -103,41 +106,14 @@ class BudgetHookProvider(Plugin):
             self._orchestrators.install(known)
         else:
             raise AdapterError(
-                f"target must be an Agent, Swarm or Graph, got {type(target).__name__}. "
-                "Attach the agents that it uses."
+                f"target must be an Agent, Swarm or Graph, got {type(target).__name__}, which has "
+                "no loop to end. Attach the agents that it uses."
             )
-        return target
-
-    def detach(self, target: _Target) -> _Target:
-        """Bound an agent, swarm or graph no more, and return it; a run on its way ends as bounded.
-
-        The nodes of a swarm or graph are detached, too.
-        """
-        known: Any = target
-        if is_a(known, Graph, Swarm):
-            self._orchestrators.remove(known)
-            for node in known.nodes.values():
-                executor: Any = node.executor
-                self.detach(executor)
-        elif is_a(known, Agent):
-            self._agents.remove(known)
         return target
 
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
         """Return the outcome of the last run of an agent, swarm or graph; None before its end."""
         return self._opener.outcomes.get(target)
-
-    def _agent_made(self, event: AgentInitializedEvent) -> None:
-        if not isinstance(event.agent, Agent):
-            raise AdapterError(
-                f"target must be an Agent, Swarm or Graph, got {type(event.agent).__name__}, "
-                "which has no loop to end. Bound the agents that its tools call."
-            )
-        self._agents.install(event.agent)
-
-    def _orchestrator_made(self, event: MultiAgentInitializedEvent) -> None:
-        if isinstance(event.source, Graph | Swarm):
-            self._orchestrators.install(event.source)
 
 
 def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Outcome:

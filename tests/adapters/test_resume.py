@@ -1,4 +1,4 @@
-"""`resume=` in Strands and Pydantic AI: an outcome, a snapshot, or a run's id."""
+"""`resume=` in Strands, Pydantic AI and blocks of clients: an outcome, a snapshot, or an id."""
 
 from __future__ import annotations
 
@@ -99,3 +99,24 @@ def test_what_cannot_be_resumed_is_said(framework):
         framework(["Done."], budget=Budget(), resume="r").run("Go.")
     with pytest.raises(CheckpointError, match="has no run 'r'"):
         framework(["Done."], budget=Budget(), resume="r", store=MemoryStore()).run("Go.")
+
+
+@pytest.mark.parametrize("named_by", ["outcome", "snapshot", "id"])
+def test_a_block_of_clients_reports_what_was_used_before(named_by):
+    pytest.importorskip("httpx")
+    from budgetguard_core.kit import ModelCall, TokenUsage
+    from budgetguard_http import bounded_clients
+
+    store = MemoryStore()
+    with bounded_clients(Budget(max_model_calls=1), store=store) as block:
+        for _ in range(2):
+            call = block.run.model_call(ModelCall())
+            if block.run.trip is None:
+                block.run.answered(call, TokenUsage(3, 4))
+    stopped = block.outcome
+    assert stopped.status == "terminated"
+    known = {"outcome": stopped, "snapshot": store.load(stopped.run_id), "id": stopped.run_id}
+    with bounded_clients(Budget(max_model_calls=1), store=store, resume=known[named_by]) as again:
+        again.run.answered(again.run.model_call(ModelCall()), TokenUsage(3, 4))
+    assert (again.outcome.status, again.outcome.usage.model_calls) == ("completed", 1)
+    assert again.outcome.earlier_usage.model_calls == 1
