@@ -12,7 +12,7 @@ CORE = "budgetguard_core"
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 9_219, 7_200),
     "kit": ([f"{CORE}/kit/**/*.py"], 6_695, 5_400),
-    "ledger": ([f"{CORE}/ledger/**/*.py"], 3_983, 2_600),
+    "ledger": ([f"{CORE}/ledger/**/*.py"], 3_906, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_452, 1_300),
     "profiles, telemetry, handoff": (
         [f"{CORE}/{name}/**/*.py" for name in ("profiles", "telemetry", "handoff")],
