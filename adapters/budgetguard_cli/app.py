@@ -86,7 +86,7 @@ for _panel, _functions in _PANELS.items():
         # The arguments of a script are its own, not those of `run`.
         _settings = {"allow_interspersed_args": False}
         app.command(rich_help_panel=_panel, context_settings=_settings)(run)
-for _function in (ledger.show, ledger.runs, ledger.reconcile, ledger.check, ledger.adopt):
+for _function in (ledger.show, ledger.reconcile, ledger.check, ledger.adopt):
     _ledger.command()(_function)
 _ledger.command("set")(ledger.set_ceilings)
 app.add_typer(_ledger, name="ledger", rich_help_panel="Tenants")

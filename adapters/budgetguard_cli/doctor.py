@@ -201,7 +201,7 @@ def _reached(url: str) -> Finding:
             if (file := missing_file(opened)) is not None:
                 detail = f"there is no file {file}. Make it with `budgetguard ledger set`."
                 return Finding("problem", "ledger", shown, detail)
-            opened.runs()
+            opened.now()
     except BudgetGuardError as error:
         return Finding("problem", "ledger", shown, str(error))
     return Finding("ok", "ledger", shown, "it can be reached.")

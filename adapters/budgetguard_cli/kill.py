@@ -14,9 +14,7 @@ from budgetguard_cli.screen import refuse, say, write_json
 def kill(
     url: LedgerUrl = None,
     tenant: Annotated[str | None, typer.Option(help="Stop this tenant.")] = None,
-    run: Annotated[
-        str | None, typer.Option(help="Stop this run; the beginning of its id is enough.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="Stop this run, by its whole id.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop everything.")] = False,
     why: Annotated[str, typer.Option(help="For the record, and in the run's outcome.")] = "",
     who: Annotated[str | None, typer.Option(help="You, if left out.")] = None,
@@ -30,14 +28,6 @@ def kill(
     """
     _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
-        if run is not None:
-            alive = {one.run for one in ledger.runs()}
-            begins = {run} & alive or {one for one in alive if one.startswith(run)}
-            if len(begins) > 1:
-                names = ", ".join(sorted(begins)[:5])
-                refuse(f"--run must begin one run's id, got {names}. Write more of it.")
-            # A run that is not alive yet may be killed too.
-            run = next(iter(begins), run)
         who = who or _user()
         done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
         if as_json:

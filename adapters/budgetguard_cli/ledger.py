@@ -14,8 +14,7 @@ from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
 from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
 from budgetguard_core.ledger import WindowUsage
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
-from budgetguard_core.ledger.reconcile import expired_holds, is_long_gone, settle_hold
-from budgetguard_core.ledger.step import HoldRecord
+from budgetguard_core.ledger.step import TTL_SECONDS, HoldRecord
 
 _KINDS = {"d": "day", "m": "month", "r": "of"}
 _SMALLEST_SHOWN = Decimal("0.000001")
@@ -27,7 +26,7 @@ def show(
     past: Annotated[bool, typer.Option("--past", help="Earlier days and months too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants spent and reserved in each window, and how many runs are alive.
+    """Show what tenants spent and reserved in each window.
 
     Stored ceilings of which no window tells yet come below the table.
 
@@ -40,8 +39,7 @@ def show(
         if as_json:
             write_json(*map(asdict, rows))
             return
-        alive = [run for run in ledger.runs() if not run.silent]
-        found = table("tenant", "window", "spent", "reserved", "ceiling", "used", "runs alive")
+        found = table("tenant", "window", "spent", "reserved", "ceiling", "used")
         for row in rows:
             found.add_row(
                 cell(row.key),
@@ -50,7 +48,6 @@ def show(
                 _both(row.reserved_usd, row.reserved_tokens),
                 _ceilings(row.ceiling_usd, row.ceiling_tokens),
                 _share(row),
-                str(sum(row.key in one.tenant for one in alive)) if row.window[0] == "d" else "",
             )
         say(found)
         told = {at: (row.ceiling_usd, row.ceiling_tokens) for at, row in latest.items()}
@@ -120,24 +117,6 @@ def set_ceilings(
         say(_stored(tenant or "", now))
 
 
-def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """List the runs that are alive, and those whose process is silent.
-
-    Example: budgetguard ledger runs --ledger redis://10.0.0.5:6379/0
-    """
-    with opened_ledger(url) as ledger:
-        found = ledger.runs()
-    if as_json:
-        write_json(*map(asdict, found))
-        return
-    rows = table("run", "tenant", "host", "process", "since", "heard of")
-    for run in found:
-        seen = "silent" if run.silent else _instant(run.seen)
-        cells = (run.run, ", ".join(run.tenant), run.host, run.pid, _instant(run.started), seen)
-        rows.add_row(*map(cell, cells))
-    say(rows if found else "no run is alive")
-
-
 def reconcile(
     url: LedgerUrl = None,
     full: Annotated[
@@ -166,7 +145,7 @@ def reconcile(
     if (usd is not None or tokens is not None) != (hold is not None):
         refuse("--hold needs --usd or --tokens, and they need --hold, got one without the other.")
     with opened_ledger(url) as ledger:
-        waiting = [one for one in expired_holds(ledger) if hold in (None, one.id)]
+        waiting = [one for one in ledger.expired_holds() if hold in (None, one.id)]
         if hold is not None and not waiting:
             refuse(
                 f"--hold must be on the list of what is to be reconciled, got "
@@ -175,14 +154,15 @@ def reconcile(
         results: list[tuple[HoldRecord, Amount | None, str]] = []
         for one in waiting:
             charged, said = None, "to be settled"
-            if hold is not None and not is_long_gone(one, ledger.now()):
+            if hold is not None and ledger.now() < one.expires + TTL_SECONDS:
                 said = "its process may be alive: wait"
             elif hold is not None or full:
                 amount = to_amount(
                     to_dollars(one.charge.usd) if usd is None else usd,
                     one.charge.tokens if tokens is None else tokens,
+                    *one.charge[2:],
                 )
-                charged = settle_hold(ledger, one, None if hold is None else amount)
+                charged = ledger.settle_hold(one, None if hold is None else amount)
                 said = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
             results.append((one, charged, said))
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
@@ -25,9 +24,6 @@ from budgetguard_strands._opening import KEY, ByIdentity, Opener, entry, is_of_a
 from budgetguard_strands._run import AgentRun, is_stopped
 from budgetguard_strands._seams import FIRST, LAST, Events
 
-LOG = logging.getLogger("budgetguard.strands")
-# Where it shows is the application's choice; without one it would go to standard error.
-LOG.addHandler(logging.NullHandler())
 _GO_ON = "Please go on."
 
 # The hooks that bound an agent, of all providers.
@@ -41,7 +37,6 @@ class AgentHooks:
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
         self._calls = Calls()
-        self._registered: ByIdentity[bool] = ByIdentity()
 
     # Attaching
 
@@ -49,18 +44,9 @@ class AgentHooks:
         """Bound an agent; a second time changes nothing."""
         with _attaching:
             others = _attached.get(agent) or ()
-            if self in others:
-                return
-            if not self._registered.get(agent):
+            if self not in others:
                 self._register(agent)
-                self._registered.set(agent, True)
-            _attached.set(agent, (*others, self))
-
-    def remove(self, agent: Agent) -> None:
-        """Bound an agent no more, from its next run on."""
-        with _attaching:
-            others = _attached.get(agent) or ()
-            _attached.set(agent, tuple(one for one in others if one is not self))
+                _attached.set(agent, (*others, self))
 
     def _register(self, agent: Agent) -> None:
         _seams.probe(agent)
@@ -303,13 +289,8 @@ class AgentHooks:
         if _seams.goes_on(event):
             at.resumed = False
             return
-        if at.trip is not None and event.resume is not None:
-            LOG.info(
-                "agent=<%s>, stop_reason=<%s> | a stopped run is not resumed by a hook",
-                agent.name,
-                at.trip.reason,
-            )
-            event.resume = None
+        if at.trip is not None:
+            event.resume = None  # a stopped run is not resumed by a hook
         at.resumed = event.resume is not None
         if at.run.ended:
             self._calls.runs.pop(agent)  # it holds the conversation

@@ -104,11 +104,6 @@ class Orchestrators:
                 self._keep_unfinished(orchestrator)
         self._attached.set(orchestrator, True)
 
-    def remove(self, orchestrator: Graph | Swarm) -> None:
-        """Bound a swarm or graph no more, from its next run on."""
-        if self._attached.get(orchestrator):
-            self._attached.set(orchestrator, False)
-
     def _keep_unfinished(self, swarm: Swarm) -> None:
         """Keep the node to go on with in the session of a stopped swarm.
 
@@ -131,8 +126,6 @@ class Orchestrators:
         source: Any = event.source
         before = self._runs.get(source)
         self._runs.pop(source)
-        if not self._attached.get(source):
-            return
         self.install(source)
         kept = None
         answered = _seams.is_interrupted(source)

@@ -111,20 +111,6 @@ class BudgetHookProvider(Plugin):
             )
         return target
 
-    def detach(self, target: _Target) -> _Target:
-        """Bound an agent, swarm or graph no more, and return it; a run on its way ends as bounded.
-
-        The nodes of a swarm or graph are detached, too.
-        """
-        known: Any = target
-        if is_a(known, Graph, Swarm):
-            self._orchestrators.remove(known)
-            for node in known.nodes.values():
-                self.detach(node.executor)
-        elif is_a(known, Agent):
-            self._agents.remove(known)
-        return target
-
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
         """Return the outcome of the last run of an agent, swarm or graph; None before its end."""
         return self._opener.outcomes.get(target)

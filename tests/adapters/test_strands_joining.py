@@ -155,60 +155,6 @@ def test_one_worker_of_many_runs_at_once(counter):
         assert agent.model.script.calls + worker.model.script.calls == 4
 
 
-# Detaching
-
-
-def test_a_detached_agent_runs_as_without_a_guard(counter):
-    provider = BudgetHookProvider(Budget(max_iterations=1))
-    agent = made(Script([calls("search")] * 3 + [says("Done.")]), counter.tool, hooks=[provider])
-    assert agent("Go.").stop_reason == "max_iterations"
-    assert provider.detach(agent) is agent
-    assert agent("Again.").stop_reason == "end_turn"
-    provider.attach(agent)
-    agent.model = ScriptedModel(sticky())
-    assert agent("Again.").stop_reason == "max_iterations"
-    assert agent.model.script.calls == 1
-
-
-def test_detaching_one_of_two_with_one_guard_leaves_it_bounded(counter):
-    guard = Guard(Budget(max_model_calls=3))
-    first, second = BudgetHookProvider(guard), BudgetHookProvider(guard)
-    agent = made(sticky(), counter.tool, hooks=[first, second])
-    first.detach(agent)
-    assert agent("Go.").stop_reason == "max_model_calls"
-    assert agent.model.script.calls == 3
-
-
-def test_a_detached_graph_runs_as_without_a_guard(counter):
-    from strands.multiagent import GraphBuilder
-
-    builder = GraphBuilder().set_max_node_executions(9)
-    script = Script([calls("search")] * 3 + [says("Done.")])
-    builder.add_node(made(script, counter.tool), "a")
-    graph = builder.build()
-    provider = BudgetHookProvider(Budget(max_iterations=1))
-    provider.attach(graph)
-    provider.detach(graph)
-    graph("Go.")
-    assert script.calls == 4
-    assert provider.outcome(graph) is None
-
-
-def test_detached_by_its_own_tool_the_run_ends_as_it_began():
-    provider = BudgetHookProvider(Budget(max_iterations=3))
-    agents: list[Agent] = []
-
-    @tool
-    def leave() -> str:
-        """Leaves."""
-        provider.detach(agents[0])
-        return "left"
-
-    agents.append(made(Script([calls("leave")]), leave, hooks=[provider]))
-    assert agents[0]("Go.").stop_reason == "max_iterations"
-    assert provider.outcome(agents[0]).status == "terminated"
-
-
 # The tools of strands-agents-tools
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from budgetguard_core import Budget, ConfigurationError, Guard, LoopDetection
 from budgetguard_core.budget import DIMENSIONS
 
+MOST = 10**12
 NAN, INF = float("nan"), float("inf")
 WHOLE = (
     "max_iterations",
@@ -60,14 +61,36 @@ def test_a_count_is_a_whole_number_from_1(field, value, sentence):
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (0, "must be > 0 and <= 1000000000000, got 0. Use None for no cap."),
-        (-0.5, "must be > 0 and <= 1000000000000, got -0.5. Use None for no cap."),
-        (NAN, "must be > 0 and <= 1000000000000, got nan. Use None for no cap."),
-        (INF, "must be > 0 and <= 1000000000000, got inf. Use None for no cap."),
-        (1e300, "must be > 0 and <= 1000000000000, got 1e+300. Use None for no cap."),
-        (True, "must be a number of seconds > 0, got True. Use None for no cap."),
-        ("5", "must be a number of seconds > 0, got '5'. Use None for no cap."),
-        (Decimal(5), "must be a number of seconds > 0, got Decimal('5'). Use None for no cap."),
+        (0, f"must be a number of seconds > 0 and <= {MOST}, got 0. Use None for no cap."),
+        (
+            -0.5,
+            f"must be a number of seconds > 0 and <= {MOST}, got -0.5. Use None for no cap.",
+        ),
+        (
+            NAN,
+            f"must be a number of seconds > 0 and <= {MOST}, got nan. Use None for no cap.",
+        ),
+        (
+            INF,
+            f"must be a number of seconds > 0 and <= {MOST}, got inf. Use None for no cap.",
+        ),
+        (
+            1e300,
+            f"must be a number of seconds > 0 and <= {MOST}, got 1e+300. Use None for no cap.",
+        ),
+        (
+            True,
+            f"must be a number of seconds > 0 and <= {MOST}, got True. Use None for no cap.",
+        ),
+        (
+            "5",
+            f"must be a number of seconds > 0 and <= {MOST}, got '5'. Use None for no cap.",
+        ),
+        (
+            Decimal(5),
+            f"must be a number of seconds > 0 and <= {MOST}, got Decimal('5'). "
+            "Use None for no cap.",
+        ),
     ],
 )
 def test_seconds_are_finite_and_positive(value, sentence):
@@ -76,7 +99,9 @@ def test_seconds_are_finite_and_positive(value, sentence):
 
 def test_a_number_too_long_for_a_float_is_one_sentence_too():
     sentence = refused("max_seconds", 10**400)
-    assert sentence.startswith("max_seconds must be > 0 and <= 1000000000000, got 1000")
+    assert sentence.startswith(
+        f"max_seconds must be a number of seconds > 0 and <= {MOST}, got 1000"
+    )
     assert len(sentence) < 200
 
 
@@ -164,7 +189,7 @@ def test_every_problem_has_its_sentence():
         Budget(max_iterations=0, max_seconds="x")
     assert str(caught.value).splitlines() == [
         "max_iterations must be a whole number >= 1, got 0. Use None for no cap.",
-        "max_seconds must be a number of seconds > 0, got 'x'. Use None for no cap.",
+        f"max_seconds must be a number of seconds > 0 and <= {MOST}, got 'x'. Use None for no cap.",
     ]
 
 
@@ -189,9 +214,7 @@ def test_a_field_of_another_type_is_refused_with_a_way_out(field, value, sentenc
 
 
 def test_what_stops_a_run_is_a_function():
-    with pytest.raises(
-        ConfigurationError, match=r"stop_when\.0 must be a function of the guard, got"
-    ):
+    with pytest.raises(ConfigurationError, match=r"stop_when\.0 must be a function, got"):
         Budget(stop_when=["submit"])
 
 
@@ -423,7 +446,7 @@ def test_help_is_two_pages_that_describe_every_field():
     text = pydoc.plain(pydoc.render_doc(Budget))
     # From Python 3.13 on the signature, which is there twice, has a line for each field.
     signatures = 2 * (len(Budget.model_fields) + 2) if sys.version_info >= (3, 13) else 0
-    assert len(text.splitlines()) <= 120 + signatures
+    assert len(text.splitlines()) <= 121 + signatures
     assert [name for name in Budget.model_fields if f"{name}: " not in text] == []
     assert "model_dump" not in text
 

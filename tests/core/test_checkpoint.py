@@ -350,34 +350,6 @@ def test_what_a_child_saves_after_its_parent_has_closed_is_not_lost(tmp_path, gu
     found.close()
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_store_in_use_by_another_thread_is_waited_for_by_a_fork(tmp_path, guard):
-    store = SqliteStore(tmp_path / "c.sqlite3")
-    writing, may_end = threading.Event(), threading.Event()
-
-    def write():
-        with store._transaction():
-            writing.set()
-            may_end.wait(30)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert writing.wait(30)
-    threading.Timer(0.05, may_end.set).start()
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - runs in the child
-        code = 1
-        try:
-            store.save(guard.snapshot())
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    thread.join()
-    assert store.load("r") is not None
-    store.close()
-
-
 def test_a_killed_run_goes_on_and_no_counter_is_lower_than_what_was_started(tmp_path):
     path = tmp_path / "c.sqlite3"
     started = tmp_path / "started"

@@ -968,40 +968,16 @@ def damaged():
     sound = detector.state()
     LoopDetector.from_state(LoopDetection(), sound)
     yield from (None, [], "x", 5, {})
-    call, reply = ["a", "b", "c"], sound["said"][0]
     rows = sound["rows"]
     for name, value in [
-        ("seen", None), ("seen", []), ("seen", [["a", "b"]]), ("seen", [["a", "b", 1]]),
-        ("seen", [call, call]), ("seen", [["a", "b", "d"]]),
-        ("recent", []), ("recent", [call] * 9), ("recent", [["a", "b"]]),
-        ("fresh", 0), ("fresh", 2), ("fresh", True), ("fresh", -1),
-        ("times", 0), ("times", "4"), ("masked", 5), ("waiting", None), ("waiting", [call, call]),
-        ("waiting", [["a", "b"]]), ("rows", {**rows, "waits": [1, 0]}),
-        ("error", ["a", "b"]), ("error", ["a"]), ("error", 5),
-        ("said", []), ("said", [reply, reply]), ("said", [["a", 1]]), ("said", [["a", "x"]]),
-        ("replies", []), ("replies", [reply] * 9), ("replies", [["a"]]),
-        ("rows", {}), ("rows", None), ("rows", []), ("rows", {**rows, "more": [0, 0]}),
-        ("rows", {**rows, "stale": [3]}), ("rows", {**rows, "stale": [3, 4]}),
-        ("rows", {**rows, "stale": [-1, 0]}), ("rows", {**rows, "stale": ["3", 0]}),
-        ("rows", {**rows, "same_error": [5, 0]}), ("rows", {**rows, "errors": [1, 0]}),
-        ("more", 1),
+        ("seen", None), ("seen", [["a", "b"]]), ("seen", [["a", "b", 1]]), ("recent", []),
+        ("fresh", -1), ("times", "x"), ("masked", 5), ("waiting", None), ("error", ["a"]),
+        ("said", [["a", 1]]), ("replies", []), ("rows", {}), ("rows", None),
+        ("rows", {**rows, "more": [0, 0]}), ("rows", {**rows, "stale": [3]}), ("more", 1),
     ]:  # fmt: skip
         yield {**sound, name: value}
     for name in sound:
         yield {key: value for key, value in sound.items() if key != name}
-    one = make()
-    one.observe("a", "b", "c")
-    one.observe_reply("a", "yes")
-    for wrong in ([1, "b", "c"], ["a", 1, "c"], ["a", "b", 1]):
-        yield {**one.state(), "seen": [wrong], "recent": [wrong]}
-    for wrong in ([1, "yes"], ["a", 1]):
-        yield {**one.state(), "said": [wrong], "replies": [wrong]}
-    fresh = make().state()
-    yield {**fresh, "rows": {**rows, "stale": [1, 0], "replies": [0, 0]}}
-    yield {**fresh, "rows": {**rows, "stale": [0, 0], "replies": [1, 0]}}
-    fail(detector, "x", "y", "z")
-    yield {**detector.state(), "error": ["other", "z"]}
-    yield {**detector.state(), "error": None}
 
 
 @pytest.mark.parametrize("state", list(damaged()))

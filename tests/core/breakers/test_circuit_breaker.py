@@ -266,7 +266,7 @@ def test_what_an_error_is_can_be_chosen(config, result, error, outcome):
         ({"permitted_number_of_calls_in_half_open_state": 0}, "must be a whole number from 1 to"),
         ({"record_exceptions": TimeoutError}, "record_exceptions must be a list of exception"),
         ({"ignore_exceptions": [int]}, "ignore_exceptions must be a list of exception types"),
-        ({"record_result": 1}, "record_result: Input should be callable"),
+        ({"record_result": 1}, "record_result must be a function"),
         ({"failure_rate": 50}, "failure_rate is not a field of CircuitBreakerConfig, got 50. "),
         ({"stop_after_open_rounds": 0}, "stop_after_open_rounds must be a whole number >= 1"),
     ],
