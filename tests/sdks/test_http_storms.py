@@ -121,7 +121,7 @@ GIVES_UP = {"openai", "openai, older httpx", "openai, async"}
 """These raise at once what asks them to wait for more than two minutes."""
 OWN_WAITS = {name for name in CLIENTS if name.startswith("google")}
 """These wait for as long as they think right, a minute at most, whatever they are told."""
-NO_WAITS = {name for name in CLIENTS if name.startswith("litellm")}
+NO_WAITS = {"litellm, anthropic"}
 """These try again at once, as often as they may."""
 
 

@@ -89,13 +89,19 @@ class ResponsesReader(Reader):
             self.answer.text, self.answer.said = text, said
 
     def closing(self, text: str) -> list[Event]:
-        """Complete the response with what was said; items that were begun stay as they are."""
-        events: list[Event] = []
+        """Complete the response: a message that was begun has what it said, as clients check."""
+        said, events = "".join(self.answer.said), list[Event]()
+        output: list[Body] = []
+        for _, item in sorted(self.parts.items()):
+            if item.get("type") == "message" and item.get("status") != "completed":
+                item = {**item, "status": "completed", "content": _message(said)["content"]}
+            said = said.removeprefix(written(item.get("content")))
+            output.append(item)
         if not self.answer.said:
             events = _message_events(max(self.parts, default=-1) + 1, text)
-        message = _message("".join(self.answer.said) or text)
+            output.append(_message(text))
         response = self._begun or _response(str(self.request.get("model") or ""), [])
-        response = {**response, "status": "completed", "output": [message]}
+        response = {**response, "status": "completed", "output": output}
         return _numbered([*events, ("response.completed", {"response": response})], self._sent)
 
 
