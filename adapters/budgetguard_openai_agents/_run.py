@@ -44,6 +44,7 @@ class Recorder(agents.RunHooks[Any]):
         turns: Every response of this run, with what became of its tool calls.
         batch: The tool calls of the reply at hand.
         models: The models that the run has used, as it knows them.
+        copies: The copies of its function tools, each with the tool and what that held.
         sent: The last model that was asked for, and its request.
         due: The facts of a call that is about to be asked for.
         refused: The exception by which the last call was refused.
@@ -77,6 +78,7 @@ class Recorder(agents.RunHooks[Any]):
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []
         self.models: dict[tuple[Any, ...], Any] = {}
+        self.copies: dict[int, Any] = {}
         self.sent: Any = None
         self.due: tuple[Any, ...] | None = None
         self.refused: BaseException | None = None
