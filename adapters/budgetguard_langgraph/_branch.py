@@ -23,11 +23,6 @@ class Branch:
 
     The calls of one answer are admitted together, when the first of them starts: LangChain answers
     some of them without a body. Used under the lock of the run.
-
-    Args:
-        run: The run.
-        paused: The tool calls that were open when the run paused.
-        is_answered: A person has answered the run.
     """
 
     def __init__(self, run: Run, paused: ToolCalls, *, is_answered: bool) -> None:
@@ -67,10 +62,6 @@ class Branch:
         That is the framework's structured output, a name that it does not know, a node that
         answers by itself, a person's rejection: nothing of it is counted, and all is looked at for
         repetition.
-
-        Args:
-            prompt: What its model is about to be sent.
-            handoffs: The tools that hand over; they are reported as such.
         """
         was_answered, self._is_answered = self._is_answered, False
         if not self._asked and not was_answered:

@@ -37,13 +37,6 @@ def conversation_key(graph: Any, messages_key: str) -> str | None:
     return reduced[0] if len(reduced) == 1 else None
 
 
-def conversation_in(values: Any, key: str | None) -> list[BaseMessage]:
-    """Return the conversation in a state, or nothing."""
-    if key is None:
-        return []
-    return messages_of(values, key)
-
-
 def holds_another(values: Any, key: str) -> bool:
     """Return whether the channel of this name holds anything but messages: it is not written to."""
     found = values if key == ROOT else held_in(values, key)
@@ -73,7 +66,7 @@ def answered(
         left: The thread before. Of a run that failed or was killed it does not tell which calls
             had started.
     """
-    messages = conversation_in(state.values, key)
+    messages = messages_of(state.values, key)
     ended = outcome_of(left)
     waited = ended is not None and ended.status == "paused"
     note = NOT_EXECUTED if waited or asked_in(left, ())[0] else OUTCOME_UNKNOWN
@@ -115,12 +108,7 @@ def is_deferred(graph: Any, task: Any) -> bool:
 def asked_in(
     state: StateSnapshot | None, waiting: Sequence[Interrupt]
 ) -> tuple[bool, list[Interrupt]]:
-    """Return whether a budget stopped tasks of a thread, and list what a person is asked in it.
-
-    Args:
-        state: The thread.
-        waiting: All that waits at its checkpoint: the state has not what tasks of a workflow ask.
-    """
+    """Return whether a budget stopped tasks of a thread, and list what a person is asked in it."""
     shown = [] if state is None else [one for task in state.tasks for one in task.interrupts]
     found = {one.id: one for one in (*waiting, *shown)}
     questions = [one for one in found.values() if not is_budget_interrupt(one)]

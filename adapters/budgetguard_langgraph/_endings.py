@@ -113,13 +113,7 @@ def pause(
 
 
 def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterrupt | BudgetStop:
-    """Return what ends the code in which a run was stopped.
-
-    Args:
-        graph_run: The run.
-        trip: Why it was stopped.
-        prompt: What its model was about to be sent, if anything.
-    """
+    """Return what ends the code in which a run was stopped."""
     messages = [message for message in prompt if isinstance(message, BaseMessage)]
     if messages:
         graph_run.sent, graph_run.said = messages, None
@@ -184,15 +178,7 @@ def answer_of_the_last_model(
     model: Any = None,
     system: Sequence[BaseMessage] = (),
 ) -> Flow[str | None]:
-    """Ask for the last answer that a stopped run may have; None where it has none.
-
-    Args:
-        graph_run: The run.
-        trip: Why it was stopped.
-        messages: The conversation.
-        model: The model; the one that the last request went to if left out.
-        system: What that was told besides.
-    """
+    """Ask for the last answer that a stopped run may have; None where it has none."""
     last = last_answer(graph_run.run, trip)
     requested, told = graph_run.asked_model
     asked: Any = requested if model is None else model

@@ -126,13 +126,13 @@ def held_in(values: Any, key: str) -> Any:
     return values.get(key) if isinstance(values, dict) else getattr(values, key, values)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def messages_of(values: Any, key: str) -> list[BaseMessage]:
+def messages_of(values: Any, key: str | None) -> list[BaseMessage]:
     """Return the conversation in a graph's state, or nothing where it has none.
 
     Texts, pairs and tables among messages are read as LangChain's models read them. A list that
     holds no message is the graph's own.
     """
-    found = held_in(values, key)
+    found = None if key is None else held_in(values, key)
     if not isinstance(found, (list, tuple)):
         return []
     listed = cast("Sequence[Any]", found)

@@ -33,12 +33,7 @@ def both(call: Callable[..., Any], awaited: Callable[..., Awaitable[Any]], *give
 
 
 def called_with(bound: Any, given: Any) -> dict[str, Any]:
-    """Return what a graph will be called with, as LangGraph puts it together.
-
-    Args:
-        bound: The configuration of the graph.
-        given: That of the call.
-    """
+    """Return what a graph will be called with, as LangGraph puts it together."""
     explicit = {**configuration(bound or {}), **configuration(given or {})}
     if any(explicit.get(name) is not None for name in _COORDINATES):
         return explicit
@@ -59,10 +54,6 @@ def pending(writes: Iterable[Any]) -> list[Interrupt]:
 
 class Thread:
     """The thread of one graph run: where its checkpoints are.
-
-    Args:
-        graph: The graph.
-        configurable: The configurable part of the run's configuration.
 
     Attributes:
         has_checkpointer: Its checkpoints are kept, on this thread or another.

@@ -245,12 +245,7 @@ class GraphRun:
     # Its steps and conversations
 
     def goes_on_with(self, graph: RunId | None, step: int | None) -> bool:
-        """Return whether a step of a graph had begun when a person was asked: it is no further one.
-
-        Args:
-            graph: The id of the graph's own chain.
-            step: The number of its step.
-        """
+        """Return whether a step of a graph had begun already when a person was asked."""
         if self.run.has_to_end:
             return False
         return self._first_steps.setdefault(graph, step) == step

@@ -266,9 +266,6 @@ class WaitingHook:
 
     langchain-core awaits the hooks of a handler only in asynchronous code, and swallows what an
     awaited one raises in synchronous code. So what it gets to see depends on who asks.
-
-    Args:
-        flow: The name of the method, whose flow it is.
     """
 
     def __init__(self, flow: str) -> None:

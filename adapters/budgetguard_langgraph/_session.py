@@ -33,7 +33,6 @@ from budgetguard_langgraph._closing import (
     addressed,
     answered,
     asked_in,
-    conversation_in,
     conversation_key,
     holds_another,
     write,
@@ -48,7 +47,7 @@ from budgetguard_langgraph._endings import (
     pause,
     remember,
 )
-from budgetguard_langgraph._messages import has_open_calls
+from budgetguard_langgraph._messages import has_open_calls, messages_of
 from budgetguard_langgraph._pauses import Thread, both, called_with
 from budgetguard_langgraph._run import GraphRun, Stretch, run_around
 from budgetguard_langgraph._seams import (
@@ -116,15 +115,13 @@ class Parts:
         self._parts = parts
         self._stops = stops
         self._scope = Scope(graph_run.run)
+        self.next = Step(self._next, self._anext)
+        """The step of the next chunk; `OVER` where there is none."""
 
     @property
     def trip(self) -> Trip | None:
         """The stop by which a pull was cut."""
         return self._scope.trip
-
-    def next(self) -> Step:
-        """Return the step of the next chunk; `OVER` where there is none."""
-        return Step(self._next, self._anext)
 
     def close(self) -> Step:
         """Return the step that ends the stream."""
@@ -191,11 +188,7 @@ class Session:
         self._state: StateSnapshot | None = None
 
     def flow(self, parts_of: Callable[[Any, Any, dict[str, Any]], Any]) -> Flow[None]:
-        """Run the graph, and close its run.
-
-        Args:
-            parts_of: Streams the graph with an input, a configuration and options.
-        """
+        """Run the graph, and close its run."""
         state = kept = None
         if self.checkpointed:
             state = yield self._read()
@@ -212,7 +205,7 @@ class Session:
                 yield from self._close_what_was_left()
             stream = parts_of(self._given, self.config, self._options)
             parts = Parts(self.graph_run, stream, stops)
-            while parts.trip is None and (chunk := (yield parts.next())) is not Parts.OVER:
+            while parts.trip is None and (chunk := (yield parts.next)) is not Parts.OVER:
                 for one in self._view.seen(chunk):
                     yield Chunk(one)
         except stops as stop:
@@ -266,10 +259,6 @@ class Session:
     def _begin(self, state: StateSnapshot | None, kept: Snapshot | None) -> bool:
         """Open the run and attach it.
 
-        Args:
-            state: The thread as it was left, where there is one.
-            kept: The counters of the run that waits on the thread.
-
         Returns:
             Whether a new turn begins on a thread that a stopped run left open.
 
@@ -310,7 +299,7 @@ class Session:
             self.checkpointed = False
         if state is None or self._goes_on or not state.next or questions:
             return False
-        return stops or has_open_calls(conversation_in(state.values, self.key))
+        return stops or has_open_calls(messages_of(state.values, self.key))
 
     def _close_what_was_left(self) -> Flow[None]:
         """Close what a stopped run left open on the thread."""
@@ -409,7 +398,7 @@ class Session:
                 self.thread.moved((yield from self._write([FOLD])))
                 state = yield self._read()
         values = self._values_of(state)
-        messages = conversation_in(values, self.key)
+        messages = messages_of(values, self.key)
         # Without any, or where the caller does not ask for them, what the model was sent is known.
         seen = messages or graph_run.conversation
         answer = yield from answer_of_the_last_model(graph_run, trip, seen)
@@ -445,7 +434,7 @@ class Session:
         return {**ended, "stop_reason": str(trip.reason)}
 
     def _seen(self) -> Sequence[BaseMessage]:
-        return conversation_in(self._view.latest, self.key) or self.graph_run.conversation
+        return messages_of(self._view.latest, self.key) or self.graph_run.conversation
 
     def _conclude(self, trip: Trip | None) -> Outcome:
         """End the run: checkpoint, record, outcome."""

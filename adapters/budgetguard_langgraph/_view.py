@@ -18,13 +18,7 @@ _LISTS: Final = frozenset({"debug", "tasks", "checkpoints"})
 
 
 class View:
-    """The stream modes and keys that a caller asked for, over those that are needed to close.
-
-    Args:
-        graph: The graph.
-        options: The options of the entry point; changed to what the graph is to be called with.
-        nested: The graph runs as a node of another one.
-    """
+    """The stream modes and keys that a caller asked for, over those that are needed to close."""
 
     def __init__(self, graph: Any, options: dict[str, Any], *, nested: bool) -> None:
         mode = options.pop("stream_mode", None)
@@ -156,17 +150,10 @@ def _without_stops(payload: Any) -> Any:
     found: dict[str, Any] = {}
     for name, value in cast("dict[str, Any]", payload).items():
         if name == "interrupts" and isinstance(value, (list, tuple)):
-            kept = [one for one in cast("Sequence[Any]", value) if not _is_stop(one)]
+            kept = [one for one in cast("Sequence[Any]", value) if not is_budget_interrupt(one)]
             found[name] = kept if isinstance(value, list) else tuple(kept)
         elif name in ("payload", "tasks"):
             found[name] = _without_stops(value)
         else:
             found[name] = value
     return found
-
-
-def _is_stop(interrupt: Any) -> bool:
-    if isinstance(interrupt, dict):
-        value: Any = cast("dict[str, Any]", interrupt).get("value")
-        return isinstance(value, dict) and "stop_reason" in value and "run_id" in value
-    return is_budget_interrupt(interrupt)

@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any, TypeVar, Unpack, cast, overload
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
-from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStubs]
-    PregelProtocol,
-)
+from langgraph.pregel.protocol import PregelProtocol  # pyright: ignore[reportMissingTypeStubs]
 from langgraph.types import StateSnapshot
 
 from budgetguard_core import AdapterError, Budget, Guard

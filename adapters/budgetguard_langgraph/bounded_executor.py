@@ -71,7 +71,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         # The steps come out of a stream only; what `invoke` had so far is lost when it raises.
         parts = Parts(mine, stream(given, attached, **options), (BudgetExceeded,))
         try:
-            while parts.trip is None and (chunk := (yield parts.next())) is not Parts.OVER:
+            while parts.trip is None and (chunk := (yield parts.next)) is not Parts.OVER:
                 steps += ((one.action, one.observation) for one in chunk.get("steps", ()))
                 if "output" in chunk:
                     result = {name: one for name, one in chunk.items() if name != "messages"}

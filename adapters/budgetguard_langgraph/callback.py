@@ -12,14 +12,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
-from budgetguard_core import (
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    Guard,
-    Outcome,
-    Trip,
-)
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
 from budgetguard_core.kit import (
     FRAME,
     Envelope,
@@ -32,7 +25,7 @@ from budgetguard_core.kit import (
     envelope_of,
     take_answers,
 )
-from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
+from budgetguard_langgraph import _approvals, _calls, _endings
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Stretch, is_counted_below, owner_of
 from budgetguard_langgraph._seams import (
@@ -207,62 +200,46 @@ class BudgetCallback(BaseCallbackHandler):
     # Models
 
     def _start_model_call(
-        self,
-        serialized: Any,
-        prompts: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
+        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
     ) -> Flow[None]:
         """Admit a model call, or stop the run."""
-        mine = self._counting(run_id, parent_run_id)
+        above = facts.get("parent_run_id")
+        mine = self._counting(run_id, above)
         if mine is not None:
             asked = request_around()
-            trip = yield from _model_calls.start(mine, run_id, parent_run_id, prompts, asked, facts)
+            trip = yield from _calls.start_model_call(mine, run_id, above, prompts, asked, facts)
             self._stop(mine, trip, prompts[0] if prompts else ())
 
     def on_llm_new_token(
-        self,
-        token: str | list[str | dict[str, Any]],
-        *,
-        chunk: Any = None,
-        run_id: UUID,
-        **_: Any,
+        self, token: str | list[str | dict[str, Any]], *, chunk: Any = None, run_id: UUID, **_: Any
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
         mine = self._flying(run_id)
         if mine is not None:
             text = token if isinstance(token, str) else str(token)
-            self._stop(mine, _model_calls.token(mine, run_id, text, chunk))
+            self._stop(mine, _calls.measure_token(mine, run_id, text, chunk))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
         mine = self._flying(run_id)
         if mine is not None:
-            _model_calls.end(mine, run_id, response)
+            _calls.end_model_call(mine, run_id, response)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that failed or was cancelled."""
         mine = self._flying(run_id)
         if mine is not None:
-            _model_calls.fail(mine, run_id, error)
+            _calls.fail_model_call(mine, run_id, error)
 
     # Tools
 
     def _start_tool_call(
-        self,
-        serialized: Any,
-        given: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
+        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
     ) -> Flow[None]:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, parent_run_id)
+        mine = self._counting(run_id, facts.get("parent_run_id"))
         if mine is not None:
-            refused = yield from _tool_calls.start(mine, run_id, serialized, given, facts)
+            refused = yield from _calls.start_tool_call(mine, run_id, serialized, given, facts)
             if isinstance(refused, Exception):
                 raise refused
             self._stop(mine, refused)
@@ -271,12 +248,12 @@ class BudgetCallback(BaseCallbackHandler):
         """Settle a tool call that returned."""
         mine = self._flying(run_id)
         if mine is not None:
-            _tool_calls.end(mine, run_id, output)
+            _calls.end_tool_call(mine, run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
         mine = self._flying(run_id)
-        self._stop(mine, None if mine is None else _tool_calls.fail(mine, run_id, error))
+        self._stop(mine, None if mine is None else _calls.fail_tool_call(mine, run_id, error))
 
     # Whose run it is
 

@@ -70,9 +70,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
     state_schema = BudgetState
 
     def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        **options: Unpack[EnvelopeOptions],
+        self, budget: Budget | Guard | Envelope | None = None, **options: Unpack[EnvelopeOptions]
     ) -> None:
         super().__init__()
         self._around = budget is None

@@ -14,14 +14,13 @@ from langgraph.types import Command, StateSnapshot, StateUpdate
 from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import Envelope, Flow, outcome_of, run_awaited, run_blocking
 from budgetguard_langgraph._closing import (
-    conversation_in,
     conversation_key,
     holds_another,
     is_deferred,
     is_sent,
     replaced,
 )
-from budgetguard_langgraph._messages import has_open_calls, is_synthetic
+from budgetguard_langgraph._messages import has_open_calls, is_synthetic, messages_of
 from budgetguard_langgraph._pauses import Thread, both, with_outcome
 from budgetguard_langgraph._seams import COPY, ROOT, configuration
 from budgetguard_langgraph._session import Terms
@@ -179,7 +178,7 @@ def _plan(
     key = conversation_key(graph, terms[-1].messages_key if terms else "messages")
     if key is not None and holds_another(state.values, key):
         key = None
-    messages = conversation_in(state.values, key)
+    messages = messages_of(state.values, key)
     last = messages[-1] if messages else None
     ended = outcome_of(state)
     before = next((one for one in past if (one.metadata or {}).get("source") != "update"), None)
@@ -210,7 +209,7 @@ def _plan(
         return None, None, before
     left = [task for task in before.tasks if task.result is None and not task.error]
     open_tasks = [task.name for task in left]
-    earlier = conversation_in(before.values, key)
+    earlier = messages_of(before.values, key)
     original = next((one for one in earlier if one.id is not None and one.id == last.id), None)
     if original is None and earlier and len(earlier) == len(messages):
         # Without ids a message that took another's place is told by where it stands.
@@ -238,7 +237,7 @@ def _plan(
 
 def _has_ended(state: StateSnapshot, key: str | None) -> bool:
     """Return whether a checkpoint has the end of a stopped conversation."""
-    messages = conversation_in(state.values, key)
+    messages = messages_of(state.values, key)
     return bool(messages) and is_synthetic(messages[-1])
 
 
@@ -250,7 +249,7 @@ def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
         folded: The first checkpoint of its ending: what finished tasks wrote is in it.
         key: The channel of the conversation.
     """
-    messages, told = conversation_in(state.values, key), conversation_in(folded.values, key)
+    messages, told = messages_of(state.values, key), messages_of(folded.values, key)
     if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
         return True
     if key == ROOT:

@@ -6,15 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
-from agents import (
-    ItemHelpers,
-    MessageOutputItem,
-    RunContextWrapper,
-    RunErrorDetails,
-    RunItem,
-    RunResult,
-    RunResultStreaming,
-)
+import agents
 
 from budgetguard_core import Trip
 from budgetguard_core.kit import part, run_awaited, run_blocking, synthetic_metadata, synthetic_text
@@ -51,7 +43,7 @@ class Ending:
         recorder: Recorder,
         given: Any,
         options: dict[str, Any],
-        streamed: RunResultStreaming | None = None,
+        streamed: agents.RunResultStreaming | None = None,
     ) -> None:
         self._recorder = recorder
         self._given = given
@@ -129,33 +121,33 @@ class Ending:
         if recorder.run.trip is None or result.final_output is None:
             return False
         refused = [
-            one.shown()
+            one.opened.answer
             for turn in recorder.turns[-1:]
             for one in turn.asked
-            if one.partial is not None or (one.opened and one.opened.refusal is not None)
+            if one.partial is not None or one.opened.refusal is not None
         ]
         return result.final_output not in refused
 
     # The result of a run that was stopped
 
-    def _facts(self) -> RunErrorDetails:
+    def _facts(self) -> agents.RunErrorDetails:
         """Rebuild what a cancelled run takes with it from what its hooks saw."""
         recorder, given = self._recorder, self._given
         context = self._options.get("context")
-        return RunErrorDetails(
+        return agents.RunErrorDetails(
             input=_seams.input_of(given) if _seams.is_state(given) else given,
             new_items=list(recorder.earlier),
             raw_responses=[],
             last_agent=recorder.agent,
-            context_wrapper=recorder.context or RunContextWrapper(context=context),
+            context_wrapper=recorder.context or agents.RunContextWrapper(context=context),
             input_guardrail_results=[],
             output_guardrail_results=[],
         )
 
-    def _whole(self, data: Any) -> tuple[list[RunItem], list[RunItem], list[Any]]:
+    def _whole(self, data: Any) -> tuple[list[agents.RunItem], list[agents.RunItem], list[Any]]:
         """Return the items of a run, those that are missing, and all its responses."""
         recorder, responses = self._recorder, list(data.raw_responses)
-        items: list[RunItem] = [
+        items: list[agents.RunItem] = [
             one
             for one in data.new_items
             if one.type != "tool_approval_item" and not recorder.is_withheld(one)
@@ -181,7 +173,7 @@ class Ending:
             streamed.is_complete = True
             recorder.closing = closing
             return streamed
-        result = RunResult(
+        result = agents.RunResult(
             input=data.input,
             new_items=[*kept, *closing],
             raw_responses=responses,
@@ -203,13 +195,13 @@ class Ending:
         self,
         trip: Trip,
         data: Any,
-        whole: list[RunItem],
-        closing: list[RunItem],
+        whole: list[agents.RunItem],
+        closing: list[agents.RunItem],
         responses: Sequence[Any],
     ) -> Any:
         """Add the last message to a closed history, and return the final output."""
         recorder, run = self._recorder, self._recorder.run
-        if recorder.cut and whole and isinstance(whole[-1], MessageOutputItem):
+        if recorder.cut and whole and isinstance(whole[-1], agents.MessageOutputItem):
             # Behind an answer that was cut short there is no other message.
             return None if _last.is_typed(recorder.agent) else _text_of(whole[-1])
 
@@ -222,7 +214,7 @@ class Ending:
         text = answer or synthetic_text(run.guard)
         if answer is None and run.above is not None and run.above.run is not None:
             # A run around also gets what its sub-agent had said so far.
-            said = ItemHelpers.text_message_outputs(whole[len(recorder.earlier) :])
+            said = agents.ItemHelpers.text_message_outputs(whole[len(recorder.earlier) :])
             text = f"{said}\n\n{text}" if said else text
         metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
         closing.append(synthetic_message(data.last_agent, text, metadata, responses))
@@ -252,7 +244,7 @@ class Ending:
                 history = result.to_input_list()
                 compared = _sessions.compare(stored, history[: len(history) - len(said)])
             else:
-                own = ItemHelpers.input_to_new_input_list(self._given)
+                own = agents.ItemHelpers.input_to_new_input_list(self._given)
                 compared = _sessions.compare(stored, [*own, *new])
                 result.input = [*compared.before, *own]
                 if rebuilt:
@@ -308,5 +300,9 @@ class Ending:
         recorder.let_go()
 
 
-def _text_of(item: RunItem) -> str:
-    return ItemHelpers.text_message_output(item) if isinstance(item, MessageOutputItem) else ""
+def _text_of(item: agents.RunItem) -> str:
+    return (
+        agents.ItemHelpers.text_message_output(item)
+        if isinstance(item, agents.MessageOutputItem)
+        else ""
+    )

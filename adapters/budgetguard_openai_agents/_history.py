@@ -7,41 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agents import (
-    Agent,
-    CompactionItem,
-    Handoff,
-    HandoffCallItem,
-    HandoffOutputItem,
-    ItemHelpers,
-    MCPListToolsItem,
-    MessageOutputItem,
-    ModelResponse,
-    OpenAIChatCompletionsModel,
-    ReasoningItem,
-    RunItem,
-    ToolCallItem,
-    ToolCallOutputItem,
-    ToolSearchCallItem,
-    ToolSearchOutputItem,
-    TResponseInputItem,
-)
+import agents
 from openai.types.responses import (
     ResponseFunctionToolCall,
     ResponseOutputMessage,
     ResponseOutputText,
 )
 
-from budgetguard_core.kit import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
-    OpenToolCall,
-    Responses,
-    ToolCall,
-    ToolKind,
-    part,
-    parts_of,
-)
+from budgetguard_core import kit
 from budgetguard_core.kit import Turn as Reply
 from budgetguard_openai_agents import _seams
 
@@ -63,23 +36,23 @@ _HOSTED = {
 }
 # What a response holds beside calls and their results, as the SDK has it in a history.
 _REPORTED: dict[str, type[Any]] = {
-    "compaction": CompactionItem,
-    "mcp_list_tools": MCPListToolsItem,
-    "message": MessageOutputItem,
-    "program": ToolCallItem,
-    "reasoning": ReasoningItem,
-    "tool_search_call": ToolSearchCallItem,
-    "tool_search_output": ToolSearchOutputItem,
+    "compaction": agents.CompactionItem,
+    "mcp_list_tools": agents.MCPListToolsItem,
+    "message": agents.MessageOutputItem,
+    "program": agents.ToolCallItem,
+    "reasoning": agents.ReasoningItem,
+    "tool_search_call": agents.ToolSearchCallItem,
+    "tool_search_output": agents.ToolSearchOutputItem,
 }
 _ARGUMENTS = ("arguments", "input", "action", "operation")
 # The words "Not executed." and "Outcome unknown.", black on white.
 _PICTURES = {
-    NOT_EXECUTED: (
+    kit.NOT_EXECUTED: (
         "iVBORw0KGgoAAAANSUhEUgAAAFYAAAAQAQAAAACkLLUrAAAAZ0lEQVR42mP8zwADf5kYEAAPewEDAwPDCwYFBqbPDlDR"
         "BgaGj8nsP470KTn2yf9h+Og5/1OiyqR0lfl/mBgZGP4JPUhgeMDAwMLA8IU57+SCvxYMDEyMUias6V7LznplMTCS7gY4"
         "iVBORw0KGgoAAAANSUhEUgAAAGgAAAAQAQAAAADSFgegAAAAb0lEQVR42mP8z4AEmBhI4C1gYGBg+O/AwMDAwPQTIsoI"
     ),
-    OUTCOME_UNKNOWN: (
+    kit.OUTCOME_UNKNOWN: (
         "IT+J/zXy5gk25BOP2b2BhcEh+Nv6Z8lmhwsP3mBgYmBgSBB5wMAgwPCGgYGJgeHLAgYLBoYPDAoMDAw/HhyzuNr+w1Nl"
         "xmu1ekbyXYYEAOgQHWOk+U/zAAAAAElFTkSuQmCC"
     ),
@@ -87,7 +60,7 @@ _PICTURES = {
 
 
 @dataclass
-class SyntheticMessage(MessageOutputItem):
+class SyntheticMessage(agents.MessageOutputItem):
     """The last message of a run that was stopped. The model did not write it."""
 
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -95,12 +68,12 @@ class SyntheticMessage(MessageOutputItem):
     is_of_chat: bool = False
     """The model that was at work gives no ids."""
 
-    def to_input_item(self) -> TResponseInputItem:
+    def to_input_item(self) -> agents.TResponseInputItem:
         """Return the message in the short form, without an id; as the SDK has those of chats."""
         if self.is_of_chat:
             # For a chat completion the SDK (0.24) cannot read the short form once it was in JSON.
             return super().to_input_item()
-        return {"role": "assistant", "content": ItemHelpers.text_message_output(self)}
+        return {"role": "assistant", "content": agents.ItemHelpers.text_message_output(self)}
 
 
 @dataclass(slots=True, eq=False)
@@ -108,11 +81,8 @@ class Asked:
     """A tool call that the model asked for. It is told apart by the object in its response."""
 
     raw: Any
-    call: ToolCall
-    opened: OpenToolCall | None = None
-    """What the budget says of it, once it was asked."""
-    target: Agent[Any] | None = None
-    """The agent that a handoff led to."""
+    opened: kit.OpenToolCall
+    """Its record, whose tickets the budget gives once it is asked."""
     error: BaseException | None = None
     """What the tool raised, whatever the SDK made of that."""
     partial: str | None = None
@@ -123,39 +93,36 @@ class Asked:
     @property
     def type(self) -> str:
         """The kind of item."""
-        return str(part(self.raw, "type"))
+        return str(kit.part(self.raw, "type"))
+
+    @property
+    def call(self) -> kit.ToolCall:
+        """The call as the budget knows it."""
+        return self.opened.call
 
     @property
     def is_waiting(self) -> bool:
         """True if it was admitted and did not start."""
-        return self.opened is not None and self.opened.state == "waiting"
+        return self.opened.state == "waiting"
 
     @property
     def is_local(self) -> bool:
         """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"
 
-    def shown(self) -> object:
-        """Return the result that the history shows."""
-        return NOT_EXECUTED if self.opened is None else self.opened.answer
-
 
 @dataclass(slots=True)
 class Turn:
     """One response of a model and the tool calls in it."""
 
-    agent: Agent[Any]
-    response: ModelResponse
+    agent: agents.Agent[Any]
+    response: agents.ModelResponse
     asked: list[Asked] = field(default_factory=list[Asked])
     is_withheld: bool = False
     """It is an answer that nobody has judged who had to: no part of it is shown."""
 
-    def has(self, item: RunItem) -> bool:
-        """Return whether an item of the SDK's is from this response."""
-        return any(item.raw_item is one for one in self.response.output)
 
-
-class Items(Responses):
+class Items(kit.Responses):
     """The dialect of a run's history: input items, each a message by itself."""
 
     def read(self, message: Any) -> Reply:
@@ -171,16 +138,16 @@ class Items(Responses):
 ITEMS = Items()
 
 
-def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
+def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
-    listed = [(item, parts_of(item)) for item in items]
+    listed = [(item, kit.parts_of(item)) for item in items]
     answered: set[Any] = set()
     if len(listed) > 1:
         # A shell may be the provider's own.
         answered = {held("call_id") for _, held in listed if _is_output(held("type"))} - {None}
     for item, held in listed:
-        kind: ToolKind = "function"
+        kind: kit.ToolKind = "function"
         type_ = held("type")
         if type_ in LOCAL:
             name = LOCAL[type_] or held("name")
@@ -190,7 +157,9 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
             if type_ == "function_call":
                 if agent.handoffs and name in handoff_names(agent):
                     kind = "handoff"
-                name = _seams.qualified_name(name, held("namespace"))
+                # As the SDK names it: with its namespace, unless that repeats the name.
+                space = held("namespace")
+                name = f"{space}.{name}" if space and space != name else name
         elif type_ in _HOSTED:
             name = _HOSTED[type_] or held("name")
             call_id, kind = held("id"), "hosted"
@@ -198,8 +167,8 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
             continue
         given = (held(name_of_arguments) for name_of_arguments in _ARGUMENTS)
         arguments = next((one for one in given if one is not None), None)
-        call = ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
-        found.append(Asked(item, call))
+        call = kit.ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
+        found.append(Asked(item, kit.OpenToolCall(call)))
     return found
 
 
@@ -207,10 +176,10 @@ def _is_output(type_: object) -> bool:
     return str(type_).endswith("_output")
 
 
-def handoff_names(agent: Agent[Any]) -> set[str]:
+def handoff_names(agent: agents.Agent[Any]) -> set[str]:
     """Return the names under which an agent's handoffs look like tools to the model."""
     return {
-        one.tool_name if isinstance(one, Handoff) else Handoff.default_tool_name(one)
+        one.tool_name if isinstance(one, agents.Handoff) else agents.Handoff.default_tool_name(one)
         for one in agent.handoffs
     }
 
@@ -220,11 +189,14 @@ def picture_of(text: str) -> str:
 
     A picture is the only result that a provider takes for such a call.
     """
-    return _PICTURES.get(text, _PICTURES[NOT_EXECUTED]) if " " in text else text
+    return _PICTURES.get(text, _PICTURES[kit.NOT_EXECUTED]) if " " in text else text
 
 
 def synthetic_message(
-    agent: Agent[Any], text: str, metadata: dict[str, Any], responses: Sequence[ModelResponse]
+    agent: agents.Agent[Any],
+    text: str,
+    metadata: dict[str, Any],
+    responses: Sequence[agents.ModelResponse],
 ) -> SyntheticMessage:
     """Make the last message of a run that was stopped."""
     message = ResponseOutputMessage(
@@ -235,18 +207,18 @@ def synthetic_message(
         content=[ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])],
     )
     output = [item for response in responses for item in response.output]
-    is_of_chat = any(part(item, "id") == _seams.NO_ID for item in output) or (
-        not output and isinstance(agent.model, OpenAIChatCompletionsModel)
+    is_of_chat = any(kit.part(item, "id") == _seams.NO_ID for item in output) or (
+        not output and isinstance(agent.model, agents.OpenAIChatCompletionsModel)
     )
     return SyntheticMessage(agent=agent, raw_item=message, metadata=metadata, is_of_chat=is_of_chat)
 
 
 def closing_items(
     turns: Sequence[Turn],
-    items: Sequence[RunItem],
-    responses: Sequence[ModelResponse],
+    items: Sequence[agents.RunItem],
+    responses: Sequence[agents.ModelResponse],
     resumed: Sequence[Asked] = (),
-) -> list[RunItem]:
+) -> list[agents.RunItem]:
     """List what is missing behind the items of a run for its history to be whole.
 
     Args:
@@ -276,7 +248,7 @@ def closing_items(
     return whole[len(items) :]
 
 
-def turn_items(turn: Turn) -> list[RunItem]:
+def turn_items(turn: Turn) -> list[agents.RunItem]:
     """List everything of a turn whose calls are about to start, with a result for each of them.
 
     Who reads it later finds a process that was killed: what might have started may have been done.
@@ -284,36 +256,35 @@ def turn_items(turn: Turn) -> list[RunItem]:
     made = _made(turn, (), kept=False)
     for one in turn.asked:
         if one.call.kind != "hosted":
-            shown = OUTCOME_UNKNOWN if one.is_waiting else one.shown()
+            shown = kit.OUTCOME_UNKNOWN if one.is_waiting else one.opened.answer
             made += _results(turn.agent, one.raw, one, shown)
     return made
 
 
-def _made(turn: Turn, items: Sequence[RunItem], *, kept: bool) -> list[RunItem]:
+def _made(turn: Turn, items: Sequence[agents.RunItem], *, kept: bool) -> list[agents.RunItem]:
     """Make the items of a turn that the SDK has not; of one that it kept, the calls alone."""
     by_raw = {id(one.raw): one for one in turn.asked}
     shown = {id(item.raw_item) for item in items}
-    made: list[RunItem] = []
+    made: list[agents.RunItem] = []
     for raw in turn.response.output:
-        one, type_ = by_raw.get(id(raw)), part(raw, "type")
+        one, type_ = by_raw.get(id(raw)), kit.part(raw, "type")
         is_hosted = one is None or one.call.kind == "hosted"
         if id(raw) in shown or (kept and is_hosted):
             continue
         item: Any = raw.model_dump(exclude_unset=True) if type_ == "compaction" else raw
         if one is not None:
-            kind: Any = HandoffCallItem if one.call.kind == "handoff" else ToolCallItem
-            made.append(kind(agent=turn.agent, raw_item=item))
+            made.append(agents.ToolCallItem(agent=turn.agent, raw_item=item))
         elif type_ in _REPORTED:
             made.append(_REPORTED[type_](agent=turn.agent, raw_item=item))
         elif _is_output(type_):
-            output = part(raw, "result" if type_ == "program_output" else "output")
-            made.append(ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
+            output = kit.part(raw, "result" if type_ == "program_output" else "output")
+            made.append(agents.ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
     return made
 
 
-def _open(items: Iterable[RunItem]) -> list[RunItem]:
+def _open(items: Iterable[agents.RunItem]) -> list[agents.RunItem]:
     """List the calls without a result; where ids repeat, it is that of the first."""
-    opened: list[RunItem] = []
+    opened: list[agents.RunItem] = []
     for item in items:
         call_id = _call_id(item)
         if item.type in ("tool_call_item", "handoff_call_item") and call_id is not None:
@@ -325,20 +296,18 @@ def _open(items: Iterable[RunItem]) -> list[RunItem]:
     return opened
 
 
-def _results(agent: Agent[Any], raw: Any, one: Asked | None, shown: object = None) -> list[RunItem]:
+def _results(
+    agent: agents.Agent[Any], raw: Any, one: Asked | None, shown: object = None
+) -> list[agents.RunItem]:
     """Make the result of a tool call; none for a kind that this release does not know."""
-    result = shown or (NOT_EXECUTED if one is None else one.shown())
-    type_, text = part(raw, "type"), str(result)
-    output: Any = {"type": f"{type_}_output", "call_id": part(raw, "call_id"), "output": text}
+    result = shown or (kit.NOT_EXECUTED if one is None else one.opened.answer)
+    type_, text = kit.part(raw, "type"), str(result)
+    output: Any = {"type": f"{type_}_output", "call_id": kit.part(raw, "call_id"), "output": text}
     if type_ not in LOCAL:
         return []
     if type_ == "function_call":
-        output["type"] = "function_call_output"
         if isinstance(raw, ResponseFunctionToolCall):
-            output = ItemHelpers.tool_call_output_item(raw, result)
-        if one is not None and one.target is not None:
-            to: Any = {"source_agent": agent, "target_agent": one.target}
-            return [HandoffOutputItem(agent=agent, raw_item=output, **to)]
+            output = agents.ItemHelpers.tool_call_output_item(raw, result)
     elif type_ == "computer_call":
         image = f"data:image/png;base64,{picture_of(text)}"
         output["output"] = {"type": "computer_screenshot", "image_url": image}
@@ -347,25 +316,19 @@ def _results(agent: Agent[Any], raw: Any, one: Asked | None, shown: object = Non
     elif type_ == "shell_call":
         outcome = {"type": "exit", "exit_code": 1}
         output["output"] = [{"stdout": "", "stderr": text, "outcome": outcome}]
-    return [ToolCallOutputItem(agent=agent, raw_item=output, output=result)]
+    return [agents.ToolCallOutputItem(agent=agent, raw_item=output, output=result)]
 
 
-def _call_id(item: RunItem) -> Any:
-    return part(item.raw_item, "call_id")
+def _call_id(item: agents.RunItem) -> Any:
+    return kit.part(item.raw_item, "call_id")
 
 
-def history_of(given: Any, items: Sequence[RunItem]) -> list[Any]:
+def history_of(given: Any, items: Sequence[agents.RunItem]) -> list[Any]:
     """Return the history of a run: what it was given, and its items."""
-    own = ItemHelpers.input_to_new_input_list(given)
+    own = agents.ItemHelpers.input_to_new_input_list(given)
     return [*own, *(item.to_input_item() for item in items)]
 
 
-def transfer_text(agent: Agent[Any]) -> str:
+def transfer_text(agent: agents.Agent[Any]) -> str:
     """Return what the SDK answers to the call of a handoff."""
     return json.dumps({"assistant": agent.name})
-
-
-def text_of_output(output: Sequence[Any]) -> str:
-    """Return the text of a model's messages."""
-    said = (part(item, "content") for item in output if part(item, "type") == "message")
-    return "".join(part(piece, "text") or "" for content in said for piece in content or ())

@@ -7,23 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from agents import Agent, AgentOutputSchemaBase, ModelTracing, OpenAIResponsesModel
+from agents import Agent, AgentOutputSchemaBase, ItemHelpers, ModelTracing
 from agents.run import CallModelData, ModelInputData
 
-from budgetguard_core import Trip
-from budgetguard_core.kit import (
-    ANSWER_NOW,
-    RESPONSES,
-    Answer,
-    ModelCall,
-    OpenModelCall,
-    Prompt,
-    content_text,
-    grouped,
-    in_words,
-    last_answer,
-)
-from budgetguard_openai_agents._history import text_of_output
+from budgetguard_core import Trip, kit
+from budgetguard_openai_agents._history import Turn, turn_items
 from budgetguard_openai_agents._model import model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
 
@@ -54,7 +42,7 @@ async def ask(
     # Nobody would judge the answer; an answer that was cut short is the last message by itself.
     judged = agent.output_guardrails or config.output_guardrails
     withheld = judged or recorder.cut or recorder.is_server_side or recorder.sent is None
-    last = None if withheld else last_answer(recorder.run, trip)
+    last = None if withheld else kit.last_answer(recorder.run, trip)
     if last is None:
         return None, None
     model, request = cast("Any", recorder.sent)
@@ -64,20 +52,17 @@ async def ask(
         if own is not None:
             filtered = own(CallModelData(sent, agent, context))
             sent = await filtered if inspect.isawaitable(filtered) else filtered
-        asked: list[Any] = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
-        if not isinstance(model, OpenAIResponsesModel):
-            # Anthropic and Bedrock, through LiteLLM and its like, take no calls without tools.
-            groups = grouped(cast("Any", sent.input))
-            asked = [_plain(one) for (one,) in in_words(groups, RESPONSES)]
+        groups = kit.grouped(cast("Any", sent.input))
+        asked: Any = [_plain(one) for (one,) in kit.in_words(groups, kit.RESPONSES)]
     except Exception as error:
         # Code of the user's: it filters what is sent.
         recorder.run.guard.tree.report("last answer", error)
         return None, None
     name, provider = model_of(agent, config)
-    tokens = Prompt().project(asked, system=sent.instructions, output_schema=agent.output_type)
+    tokens = kit.Prompt().project(asked, system=sent.instructions, output_schema=agent.output_type)
     outputs: list[Any] = [None]
 
-    async def say(opened: OpenModelCall) -> Answer:
+    async def say(opened: kit.OpenModelCall) -> kit.Answer:
         settings = replace(request["model_settings"], tool_choice=None, parallel_tool_calls=None)
         set_bound(settings, opened.max_output_tokens)
         response = await model.get_response(
@@ -92,20 +77,20 @@ async def ask(
             conversation_id=None,
             prompt=None,
         )
-        text = text_of_output(response.output)
+        text = ItemHelpers.text_message_outputs(turn_items(Turn(agent, response)))
         if is_typed(agent):
             try:
                 outputs.append(request["output_schema"].validate_json(text))
             except Exception as error:
                 recorder.run.guard.tree.report("last answer", error)
                 text = ""
-        return Answer(text=text, usage=usage_of(response))
+        return kit.Answer(text=text, usage=usage_of(response))
 
-    call = ModelCall(model=name, provider=provider, input_tokens=tokens)
+    call = kit.ModelCall(model=name, provider=provider, input_tokens=tokens)
     return await last.ask_async(call, say), outputs[-1]
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
     content, role = message["content"], message["role"]
-    return {"role": role, "content": content_text(content) if role == "assistant" else content}
+    return {"role": role, "content": kit.content_text(content) if role == "assistant" else content}

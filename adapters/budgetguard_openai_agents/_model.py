@@ -7,34 +7,10 @@ from collections.abc import AsyncGenerator, Iterable
 from functools import lru_cache
 from typing import Any
 
-from agents import (
-    Agent,
-    FunctionTool,
-    Handoff,
-    ModelResponse,
-    ModelRetryAdvice,
-    ModelRetryAdviceRequest,
-    ModelRetryNormalizedError,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    RunConfig,
-    Tool,
-    Usage,
-)
+import agents
 from agents.models import get_default_model
 
-from budgetguard_core.kit import (
-    Call,
-    ModelTurn,
-    Request,
-    Stop,
-    TokenUsage,
-    estimate,
-    part,
-    run_awaited,
-    token_usage,
-)
+from budgetguard_core import kit
 from budgetguard_core.kit import Turn as Reply
 from budgetguard_openai_agents._frame import RunStopped, around
 from budgetguard_openai_agents._history import Turn, asked_calls
@@ -63,9 +39,7 @@ class BoundedModel:
         named: The name that its price goes by, and its provider.
     """
 
-    def __init__(
-        self, own: Any, recorder: Any, named: tuple[str | None, str | None] = (None, None)
-    ) -> None:
+    def __init__(self, own: Any, recorder: Any, named: tuple[str | None, str | None]) -> None:
         self.own = own
         self._recorder = recorder
         self._named = named
@@ -73,19 +47,21 @@ class BoundedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
-    def get_retry_advice(self, request: ModelRetryAdviceRequest) -> ModelRetryAdvice | None:
+    def get_retry_advice(
+        self, request: agents.ModelRetryAdviceRequest
+    ) -> agents.ModelRetryAdvice | None:
         """Return the model's own advice; but nobody tries again what the budget has refused."""
         if request.error is self._recorder.refused:
-            final = ModelRetryNormalizedError(is_abort=True)
-            return ModelRetryAdvice(suggested=False, normalized=final)
-        advice: ModelRetryAdvice | None = self.own.get_retry_advice(request)
+            final = agents.ModelRetryNormalizedError(is_abort=True)
+            return agents.ModelRetryAdvice(suggested=False, normalized=final)
+        advice: agents.ModelRetryAdvice | None = self.own.get_retry_advice(request)
         return advice
 
-    async def get_response(self, **request: Any) -> ModelResponse:
+    async def get_response(self, **request: Any) -> agents.ModelResponse:
         """Make a call."""
         turn = await self._asked(request)
         with turn:
-            response: ModelResponse = await self.own.get_response(**request)
+            response: agents.ModelResponse = await self.own.get_response(**request)
         self._answered(turn, response.output, usage_of(response))
         return response
 
@@ -114,48 +90,52 @@ class BoundedModel:
             if close is not None:
                 await close()
 
-    async def _asked(self, request: dict[str, Any]) -> ModelTurn:
+    async def _asked(self, request: dict[str, Any]) -> kit.ModelTurn:
         """Ask for an attempt and write its bounds into the request, or stop the run."""
+        try:
+            return await self._admitted(request)
+        except Exception as error:
+            self._recorder.refused = error
+            raise
+
+    async def _admitted(self, request: dict[str, Any]) -> kit.ModelTurn:
         recorder = self._recorder
         due, recorder.due = recorder.due, None
         recorder.sent = self.own, request
         if due is not None:
             recorder.close_batch()
-        settings = copy.copy(request["model_settings"])
+        settings, sent = copy.copy(request["model_settings"]), request["input"]
         own = own_bound(settings)
         name, provider = self._named
-        sent = request["input"]
-        try:
-            turn: ModelTurn = await run_awaited(
-                recorder.session.model(
-                    Request(
-                        messages=sent,
-                        tools=schemas_of(request["tools"], request["handoffs"]),
-                        system=request["system_instructions"],
-                        schema=recorder.agent.output_type,
-                        model=name,
-                        provider=provider,
-                        retry=due is None,
-                        # Some servers take -1 for a completion without a bound.
-                        bound=own if own is None or own >= 1 else None,
-                        min_bound=_LEAST_OUTPUT,
-                        may_fall_back=can_be_set(self.own),
-                        prunes=not recorder.is_server_side,
-                    ),
-                    recorder.known(sent),
-                )
-            )
-            _raise_stop(turn)
-            if turn.is_pruned:
-                sent[:] = turn.messages
-            if turn.nudge is not None:
-                # In place: the model gets it, the history and the session do not.
-                sent.append({"role": "user", "content": turn.nudge})
-            if due is not None:
-                await _before(turn, recorder.hooks, due)
-        except Exception as error:
-            recorder.refused = error
-            raise
+        asked = kit.Request(
+            messages=sent,
+            tools=schemas_of(request["tools"], request["handoffs"]),
+            system=request["system_instructions"],
+            schema=recorder.agent.output_type,
+            model=name,
+            provider=provider,
+            retry=due is None,
+            # Some servers take -1 for a completion without a bound.
+            bound=own if own is None or own >= 1 else None,
+            min_bound=_LEAST_OUTPUT,
+            may_fall_back=can_be_set(self.own),
+            prunes=not recorder.is_server_side,
+        )
+        flow = recorder.session.model(asked, recorder.known(sent))
+        turn: kit.ModelTurn | kit.Stop = await kit.run_awaited(flow)
+        if isinstance(turn, kit.Stop):
+            raise RunStopped(turn.trip)
+        if turn.is_pruned:
+            sent[:] = turn.messages
+        if turn.nudge is not None:
+            # In place: the model gets it, the history and the session do not.
+            sent.append({"role": "user", "content": turn.nudge})
+        if due is not None:
+            try:
+                await recorder.hooks.on_llm_start(*due)
+            except BaseException:
+                turn.take_back()
+                raise
         if settings.include_usage is None:
             # Streams are asked for their usage; some providers report it nowhere else.
             settings.include_usage = True
@@ -164,9 +144,13 @@ class BoundedModel:
         request["model_settings"] = settings
         return turn
 
-    def _answered(self, turn: ModelTurn, output: list[Any], usage: TokenUsage | None) -> None:
+    def _answered(
+        self, turn: kit.ModelTurn, output: list[Any], usage: kit.TokenUsage | None
+    ) -> None:
         agent = self._recorder.agent
-        calls = tuple(Call("", c.call.name, c.call.arguments) for c in asked_calls(agent, output))
+        calls = tuple(
+            kit.Call("", c.call.name, c.call.arguments) for c in asked_calls(agent, output)
+        )
         turn.answered(
             Reply("assistant", (written(output),), calls),
             usage,
@@ -174,7 +158,7 @@ class BoundedModel:
             is_cut=not calls and self._is_cut(turn.call.max_output_tokens, output, usage),
         )
 
-    def _is_cut(self, bound: int | None, output: list[Any], usage: TokenUsage | None) -> bool:
+    def _is_cut(self, bound: int | None, output: list[Any], usage: kit.TokenUsage | None) -> bool:
         """Return whether an answer was cut at its completion bound.
 
         The SDK keeps the reason of the Responses API only, as the status of the items; of chat
@@ -182,63 +166,50 @@ class BoundedModel:
         """
         if bound is None:
             return False
-        if any(part(item, "status") == "incomplete" for item in output):
+        if any(kit.part(item, "status") == "incomplete" for item in output):
             return True
-        used = estimate(output) if usage is None else usage.output_tokens
+        used = kit.estimate(output) if usage is None else usage.output_tokens
         return _is_a_chat(self.own) and used >= bound
 
-    def _see(self, turn: ModelTurn, event: Any, output: list[Any]) -> None:
+    def _see(self, turn: kit.ModelTurn, event: Any, output: list[Any]) -> None:
         """Take in an event of a stream: what has been written so far is paid for."""
-        told = event.__dict__.get
-        delta, kind = told("delta"), told("type")
+        told = kit.parts_of(event)
+        delta, kind, response = told("delta"), told("type"), told("response")
         if isinstance(delta, str):
             turn.piece(delta)
         elif kind == "response.output_item.done":
-            output.append(event.item)
+            output.append(told("item"))
         elif kind == "response.completed":
-            response = event.response
-            self._answered(turn, response.output or output, token_usage(response.usage))
+            self._answered(turn, response.output or output, usage_of(response))
         elif kind == "response.incomplete":
             # The SDK takes such an end for an error, and drops the answer.
-            response = event.response
-            reason = part(response.incomplete_details, "reason")
+            reason = kit.part(response.incomplete_details, "reason")
             turn.answered(
                 Reply("assistant", (written(response.output),)),
-                token_usage(response.usage),
+                usage_of(response),
                 is_cut=bool(response.output) and reason == "max_output_tokens",
             )
             if turn.trip is not None:
-                answer = ModelResponse(response.output, Usage(), response.id)
+                answer = agents.ModelResponse(response.output, agents.Usage(), response.id)
                 self._recorder.turns.append(Turn(self._recorder.agent, answer))
 
 
-def _raise_stop(answer: ModelTurn | Stop) -> None:
-    if isinstance(answer, Stop):
-        raise RunStopped(answer.trip)
-
-
-async def _before(turn: ModelTurn, hooks: Any, about: tuple[Any, ...]) -> None:
-    try:
-        await hooks.on_llm_start(*about)
-    except BaseException:
-        turn.take_back()
-        raise
-
-
-def bounded(made: Any, agent: Agent[Any], config: RunConfig) -> Any:
+def bounded(made: Any, agent: agents.Agent[Any], config: agents.RunConfig) -> Any:
     """Return a model that asks the run around for each of its calls; itself outside of any."""
     recorder = around()
     if recorder is None or recorder.run.ended or recorder.is_off:
         return made
     # The same one for each turn: the SDK cleans up each model that a run has used.
-    model = recorder.models.get(id(made))
-    if model is None:
-        model = BoundedModel(made, recorder, model_of(agent, config))
-        recorder.models[id(made)] = model
-    return model
+    named = model_of(agent, config)
+    key = id(made), *named
+    if key not in recorder.models:
+        recorder.models[key] = BoundedModel(made, recorder, named)
+    return recorder.models[key]
 
 
-def model_of(agent: Agent[Any], run_config: RunConfig) -> tuple[str | None, str | None]:
+def model_of(
+    agent: agents.Agent[Any], run_config: agents.RunConfig
+) -> tuple[str | None, str | None]:
     """Find the model that an agent's next call goes to, and the provider where it is named."""
     model = run_config.model or agent.model
     if model is None and agent.prompt is None:
@@ -256,22 +227,25 @@ def _named(name: str) -> tuple[str, str | None]:
     return parts[-1], parts[0] if len(parts) > 1 else None
 
 
-def schemas_of(tools: Iterable[Tool], handoffs: Iterable[Handoff[Any, Any]]) -> list[object]:
+def schemas_of(
+    tools: Iterable[agents.Tool], handoffs: Iterable[agents.Handoff[Any, Any]]
+) -> list[object]:
     """List what the model is told of tools and handoffs: equal from turn to turn."""
     # A server of tools makes each of them anew for every turn.
     told: list[object] = [
         (tool.name, tool.description, tool.params_json_schema)
-        if isinstance(tool, FunctionTool)
+        if isinstance(tool, agents.FunctionTool)
         else original(tool)
         for tool in tools
     ]
     return told + [(to.tool_name, to.tool_description, to.input_json_schema) for to in handoffs]
 
 
-def usage_of(response: ModelResponse) -> TokenUsage | None:
-    """Return what one call used; None when the provider reported nothing."""
+def usage_of(response: Any) -> kit.TokenUsage | None:
+    """Return what one call used, streamed or not; None when the provider reported nothing."""
     usage = response.usage
-    return token_usage(usage) if usage.input_tokens or usage.output_tokens else None
+    is_reported = usage is not None and (usage.input_tokens or usage.output_tokens)
+    return kit.token_usage(usage) if is_reported else None
 
 
 def written(items: Iterable[Any]) -> str:
@@ -280,9 +254,9 @@ def written(items: Iterable[Any]) -> str:
     waiting = list(items)[::-1]
     while waiting:
         item = waiting.pop()
-        texts += [text for name in _WRITTEN if isinstance(text := part(item, name), str)]
+        texts += [text for name in _WRITTEN if isinstance(text := kit.part(item, name), str)]
         for name in ("content", "summary"):
-            inner = part(item, name)
+            inner = kit.part(item, name)
             if isinstance(inner, list):
                 waiting += inner[::-1]
     return "\n".join(texts)
@@ -290,10 +264,10 @@ def written(items: Iterable[Any]) -> str:
 
 def can_be_set(model: object) -> bool:
     """Return whether a request can name another model: it is one of OpenAI's own classes."""
-    return isinstance(model, OpenAIChatCompletionsModel | OpenAIResponsesModel)
+    return isinstance(model, agents.OpenAIChatCompletionsModel | agents.OpenAIResponsesModel)
 
 
-def set_model(settings: ModelSettings, name: str | None) -> None:
+def set_model(settings: agents.ModelSettings, name: str | None) -> None:
     """Set the model of a request beside the one of its class: both APIs take the later one."""
     if name is not None:
         body: Any = settings.extra_body
@@ -301,20 +275,22 @@ def set_model(settings: ModelSettings, name: str | None) -> None:
 
 
 def _is_a_chat(model: object) -> bool:
-    return isinstance(model, OpenAIChatCompletionsModel) or "litellm" in type(model).__module__
+    return (
+        isinstance(model, agents.OpenAIChatCompletionsModel) or "litellm" in type(model).__module__
+    )
 
 
 # What providers call the bound of a completion.
 _BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
-def own_bound(settings: ModelSettings) -> int | None:
+def own_bound(settings: agents.ModelSettings) -> int | None:
     """Return the completion tokens that settings ask for, beside their own name for it too."""
     places = _bounds_beside(settings)
     return max(own for _, _, own in places) if places else settings.max_tokens
 
 
-def set_bound(settings: ModelSettings, bound: int | None) -> None:
+def set_bound(settings: agents.ModelSettings, bound: int | None) -> None:
     """Set the completion tokens that settings ask for, under the name that the user gave them.
 
     A name is given beside the settings because the model takes no other.
@@ -325,10 +301,10 @@ def set_bound(settings: ModelSettings, bound: int | None) -> None:
     settings.max_tokens = None if places else bound
 
 
-def _bounds_beside(settings: ModelSettings) -> list[tuple[str, str, int]]:
+def _bounds_beside(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
     return [
         (place, name, own)
         for place in ("extra_args", "extra_body")
         for name in _BOUNDS
-        if isinstance(own := part(getattr(settings, place) or {}, name), int)
+        if isinstance(own := kit.part(getattr(settings, place) or {}, name), int)
     ]

@@ -5,39 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Set
-from typing import Any, NoReturn
+from typing import Any
 
-from agents import (
-    Agent,
-    ApplyPatchTool,
-    ComputerTool,
-    InputGuardrailTripwireTriggered,
-    LocalShellTool,
-    MaxTurnsExceeded,
-    ModelResponse,
-    OutputGuardrailTripwireTriggered,
-    RunConfig,
-    RunHooks,
-    RunItem,
-    ShellTool,
-    Tool,
-)
+import agents
 
-from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
-from budgetguard_core.kit import (
-    OUTCOME_UNKNOWN,
-    Flow,
-    LimitQuestion,
-    OpenToolCall,
-    Prompt,
-    Run,
-    Session,
-    ToolCall,
-    part,
-    run_awaited,
-    run_blocking,
-    supervised,
-)
+from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip, kit
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._frame import RunStopped
 from budgetguard_openai_agents._history import (
@@ -54,25 +26,17 @@ from budgetguard_openai_agents.questions import BudgetAsked
 
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
-_TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
+_TRIPWIRES = (agents.InputGuardrailTripwireTriggered, agents.OutputGuardrailTripwireTriggered)
 # What the calls of tools look like that are called without a name.
 _TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (ShellTool | LocalShellTool, ("shell_call", "local_shell_call")),
-    (ApplyPatchTool, ("apply_patch_call",)),
-    (ComputerTool, ("computer_call",)),
+    (agents.ShellTool | agents.LocalShellTool, ("shell_call", "local_shell_call")),
+    (agents.ApplyPatchTool, ("apply_patch_call",)),
+    (agents.ComputerTool, ("computer_call",)),
 )
 
 
-class Recorder(RunHooks[Any]):
+class Recorder(agents.RunHooks[Any]):
     """The hooks of one run: they ask its budget and remember what its history is closed with.
-
-    Args:
-        run: The run, as the budget knows it.
-        hooks: The user's hooks.
-        agent: The agent that the run starts with.
-        run_config: The user's own.
-        server_side: The provider keeps the conversation.
-        location: Where what the run leaves is kept.
 
     Attributes:
         context: The SDK's context of the run, once it is known.
@@ -92,36 +56,36 @@ class Recorder(RunHooks[Any]):
 
     def __init__(
         self,
-        run: Run,
-        hooks: RunHooks[Any] | None,
-        agent: Agent[Any],
-        run_config: RunConfig,
+        run: kit.Run,
+        hooks: agents.RunHooks[Any] | None,
+        agent: agents.Agent[Any],
+        run_config: agents.RunConfig,
         *,
         server_side: bool,
         location: Any,
     ) -> None:
         self.run = run
-        self.hooks = hooks or RunHooks[Any]()
+        self.hooks = hooks or agents.RunHooks[Any]()
         self.agent = agent
         self.run_config = run_config
         self.is_server_side = server_side
         self.location = location
-        self.session = Session(run, ITEMS, location)
-        self.session.main.prompt = Prompt(server_side=server_side)
+        self.session = kit.Session(run, ITEMS, location)
+        self.session.main.prompt = kit.Prompt(server_side=server_side)
         self.context: Any = None
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []
-        self.models: dict[int, Any] = {}
+        self.models: dict[tuple[Any, ...], Any] = {}
         self.sent: Any = None
         self.due: tuple[Any, ...] | None = None
         self.refused: BaseException | None = None
-        self.earlier: list[RunItem] = []
+        self.earlier: list[agents.RunItem] = []
         self.resumed: list[Asked] = []
         self.stopping: Trip | None = None
-        self.closing: list[RunItem] = []
+        self.closing: list[agents.RunItem] = []
         self.is_handled = False
         self._saved: list[Any] = []
-        self.question: LimitQuestion | None = None
+        self.question: kit.LimitQuestion | None = None
 
     # A turn, in the order of its steps
 
@@ -139,7 +103,7 @@ class Recorder(RunHooks[Any]):
         if self.is_off:
             await self.hooks.on_llm_start(*self.due)
 
-    async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
+    async def on_llm_end(self, context: Any, agent: Any, response: agents.ModelResponse) -> None:
         """Ask for the tool calls in an answer, all together, or stop the run."""
         self.context = context
         turn = Turn(agent, response, asked_calls(agent, response.output))
@@ -148,39 +112,40 @@ class Recorder(RunHooks[Any]):
         self.batch = turn.asked
         if not turn.asked:
             return
-        await run_awaited(self._open(turn.asked))
+        await kit.run_awaited(self._open(turn.asked))
         trip = self.run.trip
         if trip is not None and not any(one.is_local and one.is_waiting for one in turn.asked):
-            self._stop(trip)
+            self.stopping = trip
+            raise RunStopped(trip)
         if self.run.is_saved:
             there = [item.to_input_item() for item in turn_items(turn)]
             self._saved = [*self._saved, *there]
             await asyncio.to_thread(self.run.save, self._saved)
 
-    async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
+    async def on_tool_start(self, context: Any, agent: Any, tool: agents.Tool) -> None:
         """Start a tool's body, unless something else is its result."""
         self.context = self.context or context
         asked = self.find(context, tool, starts=True)
         if asked is None:
             # Its response was not of this run.
-            call = ToolCall(
+            call = kit.ToolCall(
                 name=tool.name,
                 arguments=getattr(context, "tool_arguments", None),
                 id=getattr(context, "tool_call_id", None),
             )
-            asked = Asked(getattr(context, "tool_call", None), call)
-            await run_awaited(self._open([asked]))
+            asked = Asked(getattr(context, "tool_call", None), kit.OpenToolCall(call))
+            await kit.run_awaited(self._open([asked]))
             self.batch = [*self.batch, asked]
             self.resumed.append(asked)
-        if asked.opened is not None and asked.opened.state != "withdrawn":
+        if asked.opened.state != "withdrawn":
             await self.run.wait_async(asked.opened)
             if self.run.start(asked.opened) is None:
                 await self.hooks.on_tool_start(context, agent, original(tool))
 
-    async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
+    async def on_tool_end(self, context: Any, agent: Any, tool: agents.Tool, result: Any) -> None:
         """Settle a tool call."""
         asked = self.find(context, tool)
-        if asked is not None and asked.opened is not None:
+        if asked is not None:
             if asked.opened.refusal is not None:
                 return
             self.run.finished(asked.opened, result, error=asked.error)
@@ -189,8 +154,7 @@ class Recorder(RunHooks[Any]):
     async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
         """Settle the call that was a handoff."""
         for asked in self.batch:
-            if asked.call.kind == "handoff" and asked.opened and asked.is_waiting:
-                asked.target = to_agent
+            if asked.call.kind == "handoff" and asked.is_waiting:
                 self.run.finished(asked.opened, transfer_text(to_agent))
                 break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
@@ -247,7 +211,7 @@ class Recorder(RunHooks[Any]):
 
     # Tool calls
 
-    def _open(self, batch: list[Asked]) -> Flow[None]:
+    def _open(self, batch: list[Asked]) -> kit.Flow[None]:
         # What the provider has run already takes its places before anything else starts.
         listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
         answers = yield from self.run.ask(lambda: self.run.batch(one.call for one in listed))
@@ -256,12 +220,7 @@ class Recorder(RunHooks[Any]):
 
     def has_refused(self, call_id: str) -> bool:
         """Return whether a limit has refused a call of the reply at hand."""
-        refused = (one for one in self.batch if one.opened and one.opened.state == "refused")
-        return any(one.call.id == call_id for one in refused)
-
-    def _stop(self, trip: Trip) -> NoReturn:
-        self.stopping = trip
-        raise RunStopped(trip)
+        return any(one.call.id == call_id and one.opened.refusal for one in self.batch)
 
     def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
         """Find the call of a tool that starts, or is at work."""
@@ -281,7 +240,7 @@ class Recorder(RunHooks[Any]):
             begun.is_begun = True
         return begun
 
-    def go_on(self, state: Any, agent: Agent[Any]) -> None:
+    def go_on(self, state: Any, agent: agents.Agent[Any]) -> None:
         """Take over the open calls of an earlier attempt, and ask for those approved, together."""
         self.earlier = _seams.items_of(state)
         tickets = {one.call.id: one for one in self.run.guard.open_tool_calls()}
@@ -290,7 +249,7 @@ class Recorder(RunHooks[Any]):
         def takes_over(asked: Asked) -> bool:
             ticket = tickets.pop(asked.call.id, None)
             if ticket is not None:
-                asked.opened = OpenToolCall(asked.call, [ticket])
+                asked.opened = kit.OpenToolCall(asked.call, [ticket])
             return ticket is not None
 
         for item in state.get_interruptions():
@@ -303,21 +262,15 @@ class Recorder(RunHooks[Any]):
                     self.resumed.append(asked)
                     fresh += [] if is_open else [asked]
                     continue
-                if asked.opened is not None:
-                    self.run.withdrawn(asked.opened, waits=True)
-                # What a person rejects is no tool call, but an error of its kind.
-                call = asked.call
-                output = ToolCall(
-                    name=call.name, arguments=call.arguments, id=call.id, kind="output"
-                )
-                self.run.finished(self.run.tool_call(output), error="rejected")
-        started = [one.raw_item for one in self.earlier if part(one.raw_item, "type") in LOCAL]
+                self.run.withdrawn(asked.opened, waits=True)
+                self.session.calls.answered_without_body(asked.call, "rejected")
+        started = [one.raw_item for one in self.earlier if kit.part(one.raw_item, "type") in LOCAL]
         for asked in asked_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.
-            if takes_over(asked) and asked.opened is not None:
+            if takes_over(asked):
                 self.run.start(asked.opened)
                 self.resumed.append(asked)
-        run_blocking(self._open(fresh))
+        kit.run_blocking(self._open(fresh))
         self.batch = self.resumed
 
     def leave(self, waiting: Set[Any] = frozenset()) -> None:
@@ -329,17 +282,17 @@ class Recorder(RunHooks[Any]):
         keeps = self.run.stopped_by is not None and self.run.guard.parent is None
         for asked in self.batch:
             waits = asked.call.id in waiting
-            if asked.opened is not None and asked.call.kind != "hosted" and not (waits and keeps):
+            if asked.call.kind != "hosted" and not (waits and keeps):
                 self.run.withdrawn(asked.opened, waits=waits)
         self.batch = []
 
     def close_batch(self, error: BaseException | None = None) -> None:
         """Account for the calls of a batch that the SDK has finished with."""
         for asked in self.batch:
-            if asked.opened is not None and asked.opened.state == "started":
+            if asked.opened.state == "started":
                 # Nobody was told how it ended.
                 cause = asked.error or error or "no result"
-                self.run.finished(asked.opened, OUTCOME_UNKNOWN, error=cause)
+                self.run.finished(asked.opened, kit.OUTCOME_UNKNOWN, error=cause)
         # The SDK knew the id of any other and ran nothing, or was stopped before.
         self.leave()
 
@@ -351,7 +304,7 @@ class Recorder(RunHooks[Any]):
         if isinstance(error, BudgetAsked):
             self.question = error.question
             return error.trip
-        if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
+        if isinstance(error, agents.MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
         stopped = self.stopping or self.run.stopped_by
         if stopped is None:
@@ -393,23 +346,24 @@ class Recorder(RunHooks[Any]):
         outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
         return [item for items in outputs for item in reversed(items)]
 
-    def is_withheld(self, item: RunItem) -> bool:
+    def is_withheld(self, item: agents.RunItem) -> bool:
         """Return whether an item is a part of an answer that is kept back."""
-        return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
+        outputs = [turn.response.output for turn in self.turns[-1:] if turn.is_withheld]
+        return any(item.raw_item is one for output in outputs for one in output)
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
         work.add_done_callback(_seen)
         ask: Any = self.run.ask
-        if await run_awaited(ask(self.run.check)) is not None:
+        if await kit.run_awaited(ask(self.run.check)) is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
-        return await supervised(self.run, work)
+        return await kit.supervised(self.run, work)
 
     def let_go(self) -> None:
         """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
         self.models, self.sent, self.refused, self.location.result = {}, None, None, None
-        self.session = Session(self.run, ITEMS)
+        self.session = kit.Session(self.run, ITEMS)
         self.turns, self.earlier, self.resumed, self._saved = [], [], [], []
 
     @property

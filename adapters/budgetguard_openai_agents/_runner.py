@@ -8,13 +8,7 @@ from collections.abc import AsyncIterator
 from functools import wraps
 from typing import Any, cast
 
-from agents import (
-    Agent,
-    ItemHelpers,
-    RunConfig,
-    RunResult,
-    RunResultStreaming,
-)
+import agents
 from agents.agent import AgentBase
 from agents.run import (
     DEFAULT_MAX_TURNS,
@@ -22,7 +16,6 @@ from agents.run import (
     get_default_agent_runner,
     set_default_agent_runner,
 )
-from agents.run_internal import run_loop
 from agents.stream_events import RunItemStreamEvent, StreamEvent
 
 from budgetguard_core import (
@@ -30,18 +23,7 @@ from budgetguard_core import (
     Guard,
     Mode,
     Outcome,
-)
-from budgetguard_core.kit import (
-    Envelope,
-    Run,
-    current_guard,
-    entered,
-    named,
-    opened,
-    outcome_of,
-    part,
-    remember,
-    run_blocking,
+    kit,
 )
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._ending import Ending
@@ -77,7 +59,7 @@ class StreamEnding:
         _seams.end_events(self._result)
         if task.cancelled() and not self._recorder.run.ended:
             self._recorder.close_batch()
-            remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
+            kit.remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
         events = self._events()
@@ -97,10 +79,10 @@ class StreamEnding:
                 # A judge was stopped beside it.
                 raise failure from None
             if failure is not None or shell.cancelled() or self._recorder.left_by(error) is None:
-                known = outcome_of(self._result, messages=self._result.to_input_list())
-                if known is not None and outcome_of(error) is None:
+                known = kit.outcome_of(self._result, messages=self._result.to_input_list())
+                if known is not None and kit.outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
-                    remember(error, known)
+                    kit.remember(error, known)
                 raise
             left = False
         finally:
@@ -121,32 +103,33 @@ class BudgetRunner(AgentRunner):
     def __init__(self, previous: AgentRunner) -> None:
         self.previous = previous
 
-    async def run(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
+    async def run(self, starting_agent: Any, input: Any, **options: Any) -> agents.RunResult:  # noqa: A002
         """Run, and turn a stop into a result."""
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
-        with entered(RunFrame(recorder)):
+        with kit.entered(RunFrame(recorder)):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
-        return cast("RunResult", await Ending(recorder, input, options).of(work))
+        result: agents.RunResult = await Ending(recorder, input, options).of(work)
+        return result
 
-    def run_sync(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
+    def run_sync(self, starting_agent: Any, input: Any, **options: Any) -> agents.RunResult:  # noqa: A002
         """Run in an event loop of its own."""
-        if _has_budget(options.get("hooks")) or current_guard() is not None:
+        if _has_budget(options.get("hooks")) or kit.current_guard() is not None:
             return super().run_sync(starting_agent, input, **options)
         return self.previous.run_sync(starting_agent, input, **options)
 
     def run_streamed(
         self,
-        starting_agent: Agent[Any],
+        starting_agent: agents.Agent[Any],
         input: Any,  # noqa: A002
         **options: Any,
-    ) -> RunResultStreaming:
+    ) -> agents.RunResultStreaming:
         """Run in the background, and turn a stop into the end of the stream."""
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
-        with entered(RunFrame(recorder)):
+        with kit.entered(RunFrame(recorder)):
             try:
                 result = self.previous.run_streamed(starting_agent, input, **options)
             except BaseException as error:
@@ -198,7 +181,7 @@ def _asking(listed: Any) -> Any:
 
 def _bounded(found: Any) -> Any:
     @wraps(found)
-    def get_model(agent: Agent[Any], run_config: RunConfig) -> Any:
+    def get_model(agent: agents.Agent[Any], run_config: agents.RunConfig) -> Any:
         return bounded(found(agent, run_config), agent, run_config)
 
     return get_model
@@ -206,17 +189,19 @@ def _bounded(found: Any) -> Any:
 
 # The mark of a wrapper, which is also on what others have put around it.
 _MARK = "_of_budgetguard"
-_WRAPPED = ((AgentBase, "get_all_tools", _asking), (run_loop, "get_model", _bounded))
+_WRAPPED = ((AgentBase, "get_all_tools", _asking), (_seams.LOOP, "get_model", _bounded))
 
 
-def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recorder | None, Any]:
+def _bind(
+    agent: agents.Agent[Any], given: Any, options: dict[str, Any]
+) -> tuple[Recorder | None, Any]:
     """Open the run, and put its hooks into its options; None when nothing bounds it.
 
     Returns:
         The hooks, and what the run is given: with `resume`, all that came before as well.
     """
     hooks: Any = options.get("hooks")
-    guard, has_own = current_guard(), _has_budget(hooks)
+    guard, has_own = kit.current_guard(), _has_budget(hooks)
     if guard is None and not has_own:
         return None, given
     kept = _seams.kept_by_server(given, options)
@@ -230,7 +215,7 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
     if has_own:
         run, given = _opened(hooks, location, given, options)
     else:
-        run = Envelope(budget=guard).open()
+        run = kit.Envelope(budget=guard).open()
     goes_on = _seams.is_state(given)
     if goes_on:
         agent = _seams.agent_of(given, agent)
@@ -240,7 +225,9 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
         run,
         hooks.called() if has_own else hooks,
         agent,
-        cast("Any", RunConfig)(**config) if isinstance(config, dict) else config or RunConfig(),
+        cast("Any", agents.RunConfig)(**config)
+        if isinstance(config, dict)
+        else config or agents.RunConfig(),
         server_side=bool(kept),
         location=location,
     )
@@ -258,12 +245,12 @@ def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recor
 
 
 def _has_budget(hooks: Any) -> bool:
-    return isinstance(getattr(hooks, "envelope", None), Envelope)
+    return isinstance(getattr(hooks, "envelope", None), kit.Envelope)
 
 
 def _opened(
     hooks: Any, location: _seams.InState, given: Any, options: dict[str, Any]
-) -> tuple[Run, Any]:
+) -> tuple[kit.Run, Any]:
     """Open a run, which goes on from what a state or `resume` has left; return its input too."""
     envelope, resume = hooks.envelope, hooks.resume
     goes_on = _seams.is_state(given)
@@ -277,19 +264,22 @@ def _opened(
         "asks": ask,
     }
     if resume is None or location.get() is not None:
-        return run_blocking(opened(envelope, location, **facts))[0], given
-    earlier, attempt = named(resume, envelope.store)
+        return kit.run_blocking(kit.opened(envelope, location, **facts))[0], given
+    earlier, attempt = kit.named(resume, envelope.store)
     # A run that was stopped goes on under a fresh budget, one that was left where it is.
     stopped = isinstance(resume, Outcome) and resume.status == "terminated"
     is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
     if isinstance(resume, str) and not is_elsewhere:
-        given = facts["given"] = [*earlier.messages, *ItemHelpers.input_to_new_input_list(given)]
+        given = facts["given"] = [
+            *earlier.messages,
+            *agents.ItemHelpers.input_to_new_input_list(given),
+        ]
     run = envelope.open(resume=earlier, fresh=stopped or earlier.trip is not None, **facts)
     run.go_on_as(attempt, earlier.run_id)
     return run, given
 
 
-def _has_cap(run: Run, *, has_own: bool) -> bool:
+def _has_cap(run: kit.Run, *, has_own: bool) -> bool:
     """Return whether a cap takes the place of the SDK's turns.
 
     In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
@@ -305,4 +295,4 @@ def _is_user_turn(given: Any) -> bool:
     if isinstance(given, str):
         return True
     last = cast("list[Any]", given)[-1:]
-    return bool(last) and part(last[0], "role") == "user"
+    return bool(last) and kit.part(last[0], "role") == "user"

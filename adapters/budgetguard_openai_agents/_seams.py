@@ -9,27 +9,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import agents
 import agents.result
 import agents.run
 import agents.tool
-from agents import (
-    Agent,
-    ApplyPatchTool,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    InputGuardrailTripwireTriggered,
-    LocalShellTool,
-    RunConfig,
-    RunContextWrapper,
-    RunItem,
-    RunResult,
-    RunResultStreaming,
-    RunState,
-    ShellTool,
-    Tool,
-    function_tool,
-)
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.models.fake_id import FAKE_RESPONSES_ID
@@ -39,6 +22,8 @@ from agents.version import __version__
 from budgetguard_core import AdapterError
 from budgetguard_core.kit import part
 
+LOOP = run_loop
+"""The module whose `get_model` finds the model of each turn."""
 NO_ID = FAKE_RESPONSES_ID
 """The id of a message that no provider has given one: the SDK sends it to none."""
 _SUPPORTED = "openai-agents>=0.22.3,<1"
@@ -52,18 +37,18 @@ NEEDED: dict[Any, str] = {
     agents.result: "QueueCompleteSentinel",
     agents.tool: "_get_computer_initializer",
     AgentBase: "get_all_tools",
-    FunctionTool: "_is_agent_tool tool_input_guardrails",
-    RunContextWrapper: "get_approval_status",
-    RunResult: (
+    agents.FunctionTool: "_is_agent_tool tool_input_guardrails",
+    agents.RunContextWrapper: "get_approval_status",
+    agents.RunResult: (
         "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
         "_last_agent _model_input_items _original_input _previous_response_id "
         "_reasoning_item_id_policy _tool_use_tracker_snapshot"
     ),
-    RunResultStreaming: (
+    agents.RunResultStreaming: (
         "_cancel_mode _create_error_details _event_queue _input_guardrails_task "
         "_model_input_items _state _tool_use_tracker_snapshot run_loop_task"
     ),
-    RunState: (
+    agents.RunState: (
         "_auto_previous_response_id _context _conversation_id _current_agent _current_step "
         "_generated_items _last_processed_response _model_responses _original_input "
         "_previous_response_id _reasoning_item_id_policy _session_items "
@@ -71,7 +56,6 @@ NEEDED: dict[Any, str] = {
     ),
 }
 """What a release has to have, by its owner."""
-_LOCAL = FunctionTool, CustomTool, ComputerTool, ShellTool, LocalShellTool, ApplyPatchTool
 _KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 
@@ -86,7 +70,8 @@ def probe() -> None:
     for owner, names in NEEDED.items():
         known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
         missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
-    if not hasattr(function_tool(lambda: "", name_override="probe").on_invoke_tool, _INVOKER):
+    probe = agents.function_tool(lambda: "", name_override="probe")
+    if not hasattr(probe.on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
         raise AdapterError(
@@ -98,25 +83,20 @@ def probe() -> None:
 # Tools
 
 
-def is_agent_tool(tool: FunctionTool) -> bool:
+def is_agent_tool(tool: agents.FunctionTool) -> bool:
     """Return whether a tool is an agent (`as_tool`)."""
     return bool(cast("Any", tool)._is_agent_tool)
 
 
-def makes_computers(tool: ComputerTool[Any]) -> bool:
+def makes_computers(tool: agents.ComputerTool[Any]) -> bool:
     """Return whether a tool makes a computer for each run."""
     return cast("Any", agents.tool)._get_computer_initializer(tool) is not None
 
 
-def qualified_name(name: str, namespace: str | None) -> str:
-    """Name a tool as the SDK does: with its namespace, unless that repeats the name."""
-    return f"{namespace}.{name}" if namespace and namespace != name else name
-
-
 def with_invoker(
-    tool: FunctionTool,
+    tool: agents.FunctionTool,
     wrap: Callable[[Callable[[Any, str], Awaitable[Any]]], Callable[[Any, str], Awaitable[Any]]],
-) -> FunctionTool:
+) -> agents.FunctionTool:
     """Copy a tool whose body is wrapped, below what turns its exceptions into texts if there is."""
     copied = copy.copy(tool)
     invoker = copy.copy(copied.on_invoke_tool)
@@ -129,15 +109,15 @@ def with_invoker(
     return copied
 
 
-def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
+def replace_pending_tools(state: Any, replaced: Callable[[agents.Tool], agents.Tool]) -> None:
     """Replace the tools of the calls that a state goes on with."""
     processed = state._last_processed_response
     held: dict[str, Any] = {} if processed is None else dict(processed.__dict__)
     for calls in held.values():
         for call in cast("list[Any]", calls if isinstance(calls, list) else []):
             for name, value in list(getattr(call, "__dict__", {}).items()):
-                if isinstance(value, _LOCAL):
-                    setattr(call, name, replaced(cast("Tool", value)))
+                if name.endswith("_tool"):
+                    setattr(call, name, replaced(value))
 
 
 # Streamed results
@@ -181,7 +161,7 @@ def raise_tripwire(streamed: Any) -> None:
     """
     for result in streamed.input_guardrail_results:
         if result.output.tripwire_triggered:
-            error = InputGuardrailTripwireTriggered(result)
+            error = agents.InputGuardrailTripwireTriggered(result)
             error.run_data = streamed._create_error_details()
             raise error
 
@@ -195,7 +175,7 @@ def end_events(streamed: Any) -> None:
     cast("Any", asyncio.Queue).put_nowait(streamed._event_queue, _SENTINEL())
 
 
-def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:
+def extend_streamed(streamed: Any, kept: Sequence[Any], new: Sequence[Any]) -> None:
     """Set the items of a streamed result as the SDK does after a turn, so that `to_state` works."""
     dropped = {id(item) for item in streamed.new_items} - {id(item) for item in kept}
     before = [item for item in streamed._model_input_items if id(item) not in dropped]
@@ -211,7 +191,9 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
 # Results and states
 
 
-def complete_result(result: Any, kept: dict[str, Any], given: Any, config: RunConfig) -> None:
+def complete_result(
+    result: Any, kept: dict[str, Any], given: Any, config: agents.RunConfig
+) -> None:
     """Set what `to_state` goes on from, as the SDK does on the results that it builds."""
     policy = config.reasoning_item_id_policy
     result._reasoning_item_id_policy = policy or getattr(given, "_reasoning_item_id_policy", None)
@@ -232,9 +214,9 @@ def drop_items(result: Any, places: set[int]) -> None:
     result._model_input_items = [one for one in result._model_input_items if id(one) not in dropped]
 
 
-def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
+def agent_of(state: Any, starting_agent: agents.Agent[Any]) -> agents.Agent[Any]:
     """Return the agent that a run goes on with."""
-    agent: Agent[Any] | None = state._current_agent
+    agent: agents.Agent[Any] | None = state._current_agent
     return starting_agent if agent is None else agent
 
 
@@ -267,7 +249,7 @@ def input_of(state: Any) -> list[Any]:
     return list(ItemHelpers.input_to_new_input_list(state._original_input))
 
 
-def items_of(state: Any) -> list[RunItem]:
+def items_of(state: Any) -> list[agents.RunItem]:
     """Return what a run that goes on has brought so far."""
     return list(state._session_items or state._generated_items)
 
@@ -276,7 +258,7 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return how a run names the conversation that its server keeps; nothing without one."""
     names = ("conversation_id", "previous_response_id", "auto_previous_response_id")
     kept = {name: options.get(name) for name in names}
-    if isinstance(given, RunState):
+    if isinstance(given, agents.RunState):
         state = cast("Any", given)
         kept = {name: kept[name] or getattr(state, f"_{name}") for name in names}
     return {name: value for name, value in kept.items() if value}
@@ -284,7 +266,7 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def is_state(given: Any) -> bool:
     """Return whether a run goes on from its state."""
-    return isinstance(given, RunState)
+    return isinstance(given, agents.RunState)
 
 
 def is_unanswered(given: Any) -> bool:

@@ -12,18 +12,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, cast
 
-from agents import (
-    ApplyPatchTool,
-    AsyncComputer,
-    Computer,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    LocalShellTool,
-    ShellTool,
-    Tool,
-    resolve_computer,
-)
+import agents
 from agents.editor import ApplyPatchResult
 
 from budgetguard_core import BudgetExceeded
@@ -35,7 +24,7 @@ from budgetguard_openai_agents._history import Asked, picture_of
 _ORIGINAL = "_budgetguard_original"
 
 
-def tools_of_a_turn(recorder: Any, tools: list[Tool]) -> list[Tool]:
+def tools_of_a_turn(recorder: Any, tools: list[agents.Tool]) -> list[agents.Tool]:
     """Return copies of an agent's tools, and the one that reports progress where that is asked."""
     copies = [copied(tool) for tool in tools]
     asks = recorder.run.guard.budget.progress is not None
@@ -44,40 +33,40 @@ def tools_of_a_turn(recorder: Any, tools: list[Tool]) -> list[Tool]:
     return copies
 
 
-def copied(tool: Tool) -> Tool:
+def copied(tool: agents.Tool) -> agents.Tool:
     """Return a copy of a tool that asks before its body starts; itself where it cannot."""
     if hasattr(tool, _ORIGINAL):
         return tool
     made: Any = copy.copy(tool)
-    if isinstance(tool, FunctionTool):
+    if isinstance(tool, agents.FunctionTool):
         made = _seams.with_invoker(tool, partial(_function_body, tool))
         if tool.needs_approval is not False:
             made.needs_approval = partial(_needs_approval, tool.needs_approval)
-    elif isinstance(tool, CustomTool):
+    elif isinstance(tool, agents.CustomTool):
         made.on_invoke_tool = _asking(made, tool.on_invoke_tool)
-    elif isinstance(tool, ShellTool | LocalShellTool) and tool.executor is not None:
+    elif isinstance(tool, agents.ShellTool | agents.LocalShellTool) and tool.executor is not None:
         made.executor = _asking(made, tool.executor)
-    elif isinstance(tool, ApplyPatchTool):
+    elif isinstance(tool, agents.ApplyPatchTool):
         made.editor = _Proxy(made, tool.editor, _failed_edit)
-    elif isinstance(tool, ComputerTool):
+    elif isinstance(tool, agents.ComputerTool):
         made.computer = _computer(tool)
     else:
         return tool
     setattr(made, _ORIGINAL, tool)
-    return cast("Tool", made)
+    return cast("agents.Tool", made)
 
 
-def original(tool: Tool) -> Tool:
+def original(tool: agents.Tool) -> agents.Tool:
     """Return the user's own tool."""
-    own: Tool = getattr(tool, _ORIGINAL, tool)
-    if isinstance(own, ComputerTool) and isinstance(own.computer, _Proxy):
+    own: agents.Tool = getattr(tool, _ORIGINAL, tool)
+    if isinstance(own, agents.ComputerTool) and isinstance(own.computer, _Proxy):
         # The SDK makes another copy for a computer of the run's own.
-        return cast("Tool", own.computer.copy_of)
+        return cast("agents.Tool", own.computer.copy_of)
     return own
 
 
 def _function_body(
-    tool: FunctionTool, body: Callable[[Any, str], Awaitable[Any]]
+    tool: agents.FunctionTool, body: Callable[[Any, str], Awaitable[Any]]
 ) -> Callable[[Any, str], Awaitable[Any]]:
     asking = _asking(tool, body)
     is_agent = _seams.is_agent_tool(tool)
@@ -128,7 +117,7 @@ def _asking(
     @wraps(execute)
     def asking(*given: Any, **named: Any) -> Any:
         recorder, asked = _at_work(tool, given[0] if given else None)
-        if asked is None or asked.opened is None:
+        if asked is None:
             return execute(*given, **named)
         if asked.opened.state != "started":
             return refused(asked.opened.refusal or NOT_EXECUTED)
@@ -154,7 +143,7 @@ async def _awaited(recorder: Any, asked: Asked, result: Awaitable[Any]) -> Any:
         return await result
 
 
-@AsyncComputer.register
+@agents.AsyncComputer.register
 class _Proxy:
     """The editor or the computer of a copy; a computer's methods may be those of a sync one."""
 
@@ -172,27 +161,27 @@ def _failed_edit(text: str) -> ApplyPatchResult:
     return ApplyPatchResult(status="failed", output=text)
 
 
-def _computer(tool: ComputerTool[Any]) -> Any:
+def _computer(tool: agents.ComputerTool[Any]) -> Any:
     # Of a computer that is made for each run, the tool shows the one that was made last.
-    is_shared = isinstance(tool.computer, Computer | AsyncComputer)
+    is_shared = isinstance(tool.computer, agents.Computer | agents.AsyncComputer)
     if is_shared and not _seams.makes_computers(tool):
         return _Proxy(tool, tool.computer, picture_of)
 
     async def make(*, run_context: Any) -> _Proxy:
         # The user's tool makes one for each run, and disposes of it.
-        own = await resolve_computer(tool=tool, run_context=run_context)
+        own = await agents.resolve_computer(tool=tool, run_context=run_context)
         return _Proxy(tool, own, picture_of)
 
     return make
 
 
-def _progress_tool() -> FunctionTool:
+def _progress_tool() -> agents.FunctionTool:
     """Make the tool that a model reports its progress with."""
 
     async def report(_: Any, arguments: str) -> str:
         return PROGRESS_TOOL.report(arguments)
 
-    return FunctionTool(
+    return agents.FunctionTool(
         name=PROGRESS_TOOL.name,
         description=PROGRESS_TOOL.description,
         params_json_schema=dict(PROGRESS_TOOL.parameters),

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from agents import (
-    Agent,
-    ItemHelpers,
-    RunHooks,
-    Runner,
-    RunResult,
-    RunResultStreaming,
-    RunState,
-    TResponseInputItem,
-)
+import agents
 from agents.lifecycle import RunHooksBase
 
 from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Outcome, Snapshot
@@ -23,10 +14,10 @@ from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._frame import around
 from budgetguard_openai_agents._runner import install
 
-_NOTHING = RunHooks[Any]()
+_NOTHING = agents.RunHooks[Any]()
 
 
-class BudgetHooks(RunHooks[Any]):
+class BudgetHooks(agents.RunHooks[Any]):
     """Bound a run: `Runner.run(agent, input, hooks=BudgetHooks(Budget(max_iterations=25)))`.
 
     Works in `run`, `run_sync` and `run_streamed`. A run that is stopped returns a normal result,
@@ -61,7 +52,7 @@ class BudgetHooks(RunHooks[Any]):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
-        inner: RunHooks[Any] | None = None,
+        inner: agents.RunHooks[Any] | None = None,
         *,
         resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[EnvelopeOptions],
@@ -82,13 +73,13 @@ class BudgetHooks(RunHooks[Any]):
             )
         install()
 
-    def called(self) -> RunHooks[Any] | None:
+    def called(self) -> agents.RunHooks[Any] | None:
         """Return the hooks that a run with this budget calls: only a subclass has its own."""
         if type(self) is not BudgetHooks:
             return self
         return self.inner.called() if isinstance(self.inner, BudgetHooks) else self.inner
 
-    def next_hooks(self) -> RunHooks[Any]:
+    def next_hooks(self) -> agents.RunHooks[Any]:
         """Return the hooks that come next, in a run that has this budget."""
         if around() is None:
             raise AdapterError(
@@ -119,13 +110,13 @@ _OF_THE_BUDGET = frozenset({*EnvelopeOptions.__annotations__, "resume"} - {"conv
 
 
 async def bounded_run(
-    agent: Agent[Any],
-    input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
+    agent: agents.Agent[Any],
+    input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
-    hooks: RunHooks[Any] | None = None,
+    hooks: agents.RunHooks[Any] | None = None,
     **options: Any,
-) -> RunResult:
+) -> agents.RunResult:
     """Run an agent within a budget: `Runner.run` that ends as a normal result when it is stopped.
 
     Args:
@@ -141,39 +132,41 @@ async def bounded_run(
         The result; `outcome(result)` says how the run ended.
     """
     hooks, rest = _hooks(budget, hooks, options)
-    return await Runner.run(agent, input, hooks=hooks, **rest)
+    return await agents.Runner.run(agent, input, hooks=hooks, **rest)
 
 
 def bounded_run_sync(
-    agent: Agent[Any],
-    input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
+    agent: agents.Agent[Any],
+    input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
-    hooks: RunHooks[Any] | None = None,
+    hooks: agents.RunHooks[Any] | None = None,
     **options: Any,
-) -> RunResult:
+) -> agents.RunResult:
     """Do what `bounded_run` does, where there is no event loop."""
     hooks, rest = _hooks(budget, hooks, options)
-    return Runner.run_sync(agent, input, hooks=hooks, **rest)
+    return agents.Runner.run_sync(agent, input, hooks=hooks, **rest)
 
 
 def bounded_run_streamed(
-    agent: Agent[Any],
-    input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
+    agent: agents.Agent[Any],
+    input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
-    hooks: RunHooks[Any] | None = None,
+    hooks: agents.RunHooks[Any] | None = None,
     **options: Any,
-) -> RunResultStreaming:
+) -> agents.RunResultStreaming:
     """Do what `bounded_run` does, streamed. The synthetic last message is an event like any other.
 
     A consumer that leaves `stream_events()` early cancels the run.
     """
     hooks, rest = _hooks(budget, hooks, options)
-    return Runner.run_streamed(agent, input, hooks=hooks, **rest)
+    return agents.Runner.run_streamed(agent, input, hooks=hooks, **rest)
 
 
-def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) -> Outcome:
+def outcome(
+    result: agents.RunResult | agents.RunResultStreaming | BaseException | Outcome,
+) -> Outcome:
     """Return how a run ended: status, stop reason, use, messages, how to go on.
 
     Args:
@@ -183,7 +176,7 @@ def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) ->
     Raises:
         AdapterError: The run had no budget, or is not over yet.
     """
-    if not isinstance(result, RunResult | RunResultStreaming):
+    if not isinstance(result, agents.RunResult | agents.RunResultStreaming):
         return kit_outcome(result)
     found = outcome_of(result)
     if found is None:
@@ -195,7 +188,9 @@ def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) ->
     return found.model_copy(update={"messages": messages, "final": result.final_output})
 
 
-def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputItem]:
+def unsent_input(
+    result: agents.RunResult | agents.RunResultStreaming,
+) -> list[agents.TResponseInputItem]:
     """List what a conversation that the server keeps has not seen yet of a run that was stopped.
 
     With `conversation_id` or `previous_response_id` the server waits for the results of the last
@@ -203,7 +198,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
     `Runner.run(agent, [*unsent_input(result), message], conversation_id=...)`. Of a run that was
     stopped before its model answered, it is all that the run was given.
     """
-    pending: list[TResponseInputItem] = []
+    pending: list[agents.TResponseInputItem] = []
     waiting: set[Any] = set()
     if result.raw_responses:
         output = result.raw_responses[-1].output
@@ -216,7 +211,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
         if item.type != "input_item" and not (_is_answer(raw) and _id_of(raw) in waiting):
             break
         pending.insert(0, item.to_input_item())
-    given = () if result.raw_responses else ItemHelpers.input_to_new_input_list(result.input)
+    given = () if result.raw_responses else agents.ItemHelpers.input_to_new_input_list(result.input)
     return [*given, *pending]
 
 
@@ -230,7 +225,9 @@ def _id_of(raw: Any) -> Any:
 
 
 def _hooks(
-    budget: Budget | Guard | Envelope | None, hooks: RunHooks[Any] | None, options: dict[str, Any]
+    budget: Budget | Guard | Envelope | None,
+    hooks: agents.RunHooks[Any] | None,
+    options: dict[str, Any],
 ) -> tuple[BudgetHooks, dict[str, Any]]:
     own: dict[str, Any] = {n: v for n, v in options.items() if n in _OF_THE_BUDGET}
     rest = {n: v for n, v in options.items() if n not in _OF_THE_BUDGET}

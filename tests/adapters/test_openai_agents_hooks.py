@@ -203,7 +203,7 @@ def test_a_release_that_lacks_a_seam_is_refused_with_what_is_supported(owner, na
 def test_a_release_that_lacks_a_part_is_refused(uninstalled, monkeypatch):
     made = function_tool(lambda: "", name_override="made")
     made.on_invoke_tool = made.on_invoke_tool.__call__
-    monkeypatch.setattr(seams, "function_tool", lambda *_, **__: made)
+    monkeypatch.setattr(seams.agents, "function_tool", lambda *_, **__: made)
     with pytest.raises(AdapterError, match="_invoke_tool_impl"):
         BudgetHooks(Budget())
 
