@@ -4,9 +4,6 @@ What adapters are made of is in `budgetguard_core.kit`, what tests are made of i
 `budgetguard_core.testing`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import (
     AdapterError,
@@ -14,6 +11,7 @@ from budgetguard_core.errors import (
     ConfigurationError,
     RunFencedError,
 )
+from budgetguard_core.event_log import read_events
 from budgetguard_core.guard import Guard, Mode, WarningEvent
 from budgetguard_core.loop_detection import LoopDetection
 from budgetguard_core.outcome import BudgetExceeded, Outcome
@@ -21,13 +19,10 @@ from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.replay import replay
 from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.sinks import JsonLinesSink, LoggingSink
+from budgetguard_core.snapshot import Snapshot
+from budgetguard_core.sqlite_checkpoints import MemoryStore, SqliteStore
 from budgetguard_core.stop import StopReason, Trip, after_iterations, tool_called
 from budgetguard_core.usage import Usage
-
-if TYPE_CHECKING:
-    from budgetguard_core.event_log import read_events
-    from budgetguard_core.snapshot import Snapshot
-    from budgetguard_core.sqlite_checkpoints import MemoryStore, SqliteStore
 
 __all__ = [
     "AdapterError",
@@ -57,24 +52,3 @@ __all__ = [
     "replay",
     "tool_called",
 ]
-
-# What is loaded when it is asked for: most processes neither take a snapshot nor store one, and
-# read no log.
-_LATER = {
-    "MemoryStore": "sqlite_checkpoints",
-    "Snapshot": "snapshot",
-    "SqliteStore": "sqlite_checkpoints",
-    "read_events": "event_log",
-}
-
-
-def __getattr__(name: str) -> Any:
-    module = _LATER.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})

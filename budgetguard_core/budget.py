@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.loop_detection import LoopDetection
@@ -23,16 +23,19 @@ from budgetguard_core.settings import (
     OptionalShare,
     ProgressReports,
     RateLimit,
+    Settings,
     Share,
     ToolMix,
     VelocityLimits,
     Words,
+    configuration_error,
+    is_whole,
+    number,
 )
 from budgetguard_core.stop import Condition, as_condition
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
-    from pydantic_core import ErrorDetails
 else:  # its place is pydantic's own affair
     ModelMetaclass = type(BaseModel)
 
@@ -66,29 +69,23 @@ WRAP_UP = (
 """The words of `wrap_up_at`."""
 
 _METERED = ("max_total_tokens", "max_cost_usd", *TOKEN_PARTS)
-_MOST = 10**18
 _MOST_SECONDS = 10**12
 
 # As a Decimal writes itself. Longer exponents are no amounts, and too long for a Decimal.
 _AMOUNT = re.compile(r"[0-9]+(\.[0-9]+)?(E[+-]?[0-9]{1,9})?", re.ASCII)
 
-
-def _seconds(value: object) -> object:
-    if value is None:
-        return None
-    if type(value) not in (int, float):
-        raise ValueError(
-            f"must be a number of seconds > 0, got {shown(value)}. Use None for no cap."
-        )
-    # Far above any run, and far below what nanoseconds overflow.
-    if not 0 < value <= _MOST_SECONDS:  # type: ignore[operator]
-        raise ValueError(
-            f"must be > 0 and <= {_MOST_SECONDS}, got {shown(value)}. Use None for no cap."
-        )
-    return float(value)  # type: ignore[arg-type]
-
-
-Seconds = Annotated[float | None, BeforeValidator(_seconds)]
+# Far above any run, and far below what nanoseconds overflow.
+_Seconds = Annotated[
+    float | None,
+    number(
+        f"a number of seconds > 0 and <= {_MOST_SECONDS}",
+        0,
+        _MOST_SECONDS,
+        "Use None for no cap.",
+        above=True,
+        optional=True,
+    ),
+]
 
 
 class ProfileId(BaseModel):
@@ -116,7 +113,7 @@ def _as_given(init: _Init) -> _Init:
         try:
             BaseModel.__init__(self, **fields)
         except ValidationError as error:
-            raise ConfigurationError(_sentences(error)) from None
+            raise configuration_error(Budget, error, nearest_field) from None
 
     return cast("_Init", take)
 
@@ -129,7 +126,7 @@ class _OwnNames(ModelMetaclass):
         return sorted(public - {*dir(BaseModel)} | {"__init__"})
 
 
-class Budget(BaseModel, metaclass=_OwnNames):
+class Budget(Settings, metaclass=_OwnNames):
     """The most that one run may use. Every cap is optional, and none is implied.
 
     A budget cannot be changed; a running guard's caps are raised only by `Guard.extend`. A bool,
@@ -195,17 +192,13 @@ class Budget(BaseModel, metaclass=_OwnNames):
         ConfigurationError: A field makes no sense, or is none: rule, value, way out.
     """
 
-    model_config = ConfigDict(
-        defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
-    )
-
     max_iterations: Cap = None
     max_model_calls: Cap = None
     max_tool_calls: Cap = None
     max_total_tokens: Cap = None
     max_input_tokens: Cap = None
     max_output_tokens: Cap = None
-    max_seconds: Seconds = None
+    max_seconds: _Seconds = None
     max_cost_usd: Dollars = None
     tool_quotas: Mapping[str, int] = Field(default_factory=dict)
     tool_classes: Mapping[str, str] = Field(default_factory=dict)
@@ -298,7 +291,7 @@ class Budget(BaseModel, metaclass=_OwnNames):
         for pattern, quota in quotas.items():
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"must have tool names as keys, got {shown(pattern)}.")
-            if type(quota) is not int or not 1 <= quota <= _MOST:
+            if not is_whole(quota):
                 raise ValueError(
                     f"must be whole numbers >= 1, got {shown(quota)} for {shown(pattern)}. "
                     "Leave the tool out for no quota."
@@ -403,12 +396,6 @@ class Budget(BaseModel, metaclass=_OwnNames):
             fields["finalize_reserve"] = _with_dollars(amounts, "cost_usd")
         return cls(**fields)
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy the budget, changed as `update` says; unlike pydantic's, the copy is validated."""
-        del deep  # nothing in a budget can be changed, so a shallow copy is as good
-        fields = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**(fields | dict(update or {})))
-
 
 def _with_dollars(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     fields, amount = dict(data), data.get(name)
@@ -437,36 +424,3 @@ def nearest_field(name: str) -> str | None:
             return field
     found = get_close_matches(name, Budget.model_fields, n=1, cutoff=0.75)
     return found[0] if found else None
-
-
-# Rule and way out of what pydantic refuses by itself.
-_RULES = {
-    "callable_type": ("must be a function of the guard", 'Use tool_called("submit"), or your own.'),
-    "dict_type": ("must be a mapping of names", "Leave it out for none."),
-    "literal_error": ("must be {expected}", "Leave it out for the default."),
-    "model_type": ("must be a {class_name} or its fields", "Use {class_name}(...){none}."),
-    "string_type": ("must be a text", "Leave it out for none."),
-    "tuple_type": ("must be a list or a tuple", "Put what is one in brackets."),
-}
-
-
-def _sentences(error: ValidationError) -> str:
-    """Turn pydantic's report into one sentence per problem: rule, value, way out."""
-    return "\n".join(map(_sentence, error.errors(include_url=False)))
-
-
-def _sentence(problem: ErrorDetails) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
-    kind, message, value = problem["type"], problem["msg"], shown(problem["input"])
-    if kind == "extra_forbidden":
-        near = nearest_field(name)
-        way_out = f"Use {near}" if near else f"Use one of: {', '.join(Budget.model_fields)}"
-        return f"{name} is not a field of Budget, got {value}. {way_out}."
-    if kind in _RULES:
-        # Deeper down, None is not always a choice.
-        facts = {"none": "" if "." in name else "; None goes without it", **problem.get("ctx", {})}
-        rule, way_out = (text.format(**facts) for text in _RULES[kind])
-        return f"{name} {rule}, got {value}. {way_out}"
-    return f"{name} {message.removeprefix('Value error, ')}" + (
-        "" if kind == "value_error" else f", got {value}."
-    )

@@ -10,8 +10,6 @@ from collections.abc import Callable
 class CancellationToken:
     """Tells work in flight that its run was aborted. Set once, from any thread, never unset."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_cancelled", "_children", "_event", "_lock")
-
     def __init__(self, parent: CancellationToken | None = None) -> None:
         self._cancelled = False
         # Made when somebody waits, or when there is a sub-agent: thousands of runs have neither.

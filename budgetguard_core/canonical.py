@@ -46,12 +46,12 @@ def canonical(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     absent argument is not None. A string that holds a JSON object or list is what it holds, at
     the top only. Tuples are lists; models and dataclasses are the mapping of their fields; enum
     members are their values; arrays are their type, shape and data. Other objects are their
-    `repr` without memory addresses, with their attributes where it is elided (`...`), or without
-    a `repr` of their own, the name of their type and their attributes.
+    `repr` without memory addresses, with their attributes where it is elided (`...`) or not their
+    own.
 
     A container of more than 20,000 characters is written as a digest of all of them. What lies
-    more than 64 levels deep is not looked at, nor what a sequence, set or mapping that is not
-    built in holds beyond 100,000 parts: it may be made up on demand.
+    more than 64 levels deep is not looked at, nor is anything beyond 100,000 containers, or beyond
+    as many parts of a container that is not built in.
 
     Args:
         value: The arguments: an object, or its JSON text. Any object is accepted.
@@ -65,8 +65,7 @@ def canonical(value: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
         value = _parsed(value)
     if ignore and isinstance(value, dict | BaseModel):
         named = _fields(value) or {}
-        if not ignore.isdisjoint(named):
-            value = {name: item for name, item in named.items() if name not in ignore}
+        value = {name: item for name, item in named.items() if name not in ignore}
     return _Walk().text(value, 0)
 
 
@@ -81,22 +80,14 @@ def fingerprint_result(result: Any, *, ignore: AbstractSet[str] = _NOTHING) -> s
 
 
 def result_text(result: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
-    """Write the result of a call.
+    """Write the result of a call: text as it is but for the white space around it.
 
-    Unlike arguments, text is taken as it is but for the white space around it: a tool is a
-    program, so its text has no cosmetic variation, and reading megabytes of JSON would cost more
-    than the tool. Everything else is written as arguments are.
-
-    Args:
-        result: What the tool returned. Any object is accepted.
-        ignore: Names at the top of a mapping, or of text that holds a JSON object, that do not
-            tell results apart, such as `elapsed_ms`. Text is read as JSON only where it holds one
-            of them.
+    Everything else is written as arguments are.
     """
     if type(result) is not str:
         return canonical(result, ignore)
     text = result.strip()
-    if not ignore or text[:1] != "{" or not any(name in text for name in ignore):
+    if text[:1] != "{" or not any(name in text for name in ignore):
         return text
     found = _parsed(text)
     return text if found is text else canonical(found, ignore)
@@ -109,20 +100,10 @@ def digest(text: str | bytes) -> str:
 
 
 class _Walk:
-    """A look at one value.
-
-    Attributes:
-        known: The text of each container, with the container, or its id would be given to
-            another: so the cost is that of the memory that the value takes, however it shares
-            its parts.
-        made_up: How many more parts of containers that are not built in are looked at.
-    """
-
-    __slots__ = ("known", "made_up")
+    """A look at one value; `left` is how many more parts of it are looked at."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[object, str]] = {}
-        self.made_up = _MOST_PARTS
+        self.left = _MOST_PARTS
 
     def text(self, value: Any, depth: int) -> str:
         kind = _kind_of(value)
@@ -134,20 +115,16 @@ class _Walk:
             return "null" if value is None else "true" if value else "false"
         if kind is float:
             return _real(value)
-        if depth > _DEEPEST:
-            return f"<{kind.__qualname__}>"
-        known = self.known.get(id(value))
-        if known is not None:
-            return known[1]
-        self.known[id(value)] = (value, "<within itself>")
-        # The object's own code runs here, and it must not end the run it is a part of.
+        text = f"<{kind.__qualname__}>"
+        if depth > _DEEPEST or self.left <= 0:
+            return text
+        self.left -= 1
         try:
             text = self.contents(value, depth + 1)
-        except Exception:
-            text = f"<{kind.__qualname__}>"
+        except Exception:  # the object's own code runs here, and must not end the run
+            return text
         if len(text) > _LONGEST_TEXT:
-            text = f"<digest {blake2b(text.encode(), digest_size=16).hexdigest()}>"
-        self.known[id(value)] = (value, text)
+            return f"<digest {blake2b(text.encode(), digest_size=16).hexdigest()}>"
         return text
 
     def contents(self, value: Any, depth: int) -> str:
@@ -155,61 +132,40 @@ class _Walk:
         if kind is list or kind is tuple:
             return f"[{','.join([self.text(item, depth) for item in value])}]"
         named = _fields(value)
+        if named is None and issubclass(kind, Mapping):
+            named = dict(self.some(value.items(), len(value)))
         if named is not None:
-            return self.mapping(named, depth)
+            pairs = [f"{self.text(key, depth)}:{self.text(named[key], depth)}" for key in named]
+            return f"{{{','.join(sorted(pairs))}}}"
         if isinstance(value, Enum):
             return self.text(value.value, depth)
         if isinstance(value, str | int | float | Decimal | date | time):
             return _scalar(value)
         if issubclass(kind, bytes | bytearray | memoryview):
             return f"<bytes {digest(bytes(value))}>"
-        if issubclass(kind, Mapping):
-            return self.mapping(dict(self.some(value.items(), len(value))), depth)
         if issubclass(kind, AbstractSet):
             return f"<set {','.join(sorted(self.items(value, depth)))}>"
         if issubclass(kind, Sequence) and kind is not range:
             return f"[{','.join(self.items(value, depth))}]"
-        if hasattr(kind, "__array__"):
-            return self.array(value, depth)
         shown = "" if kind.__repr__ is object.__repr__ else _ADDRESS.sub("", repr(value))
-        if not shown or "..." in shown or "\u2026" in shown:
-            shown += self.mapping(dict(getattr(value, "__dict__", {})), depth)
+        if hasattr(kind, "__array__"):  # its text is elided and rounded
+            array = value.__array__()
+            is_plain = not array.dtype.hasobject
+            held = digest(array.tobytes()) if is_plain else self.text(array.tolist(), depth)
+            # A table shows the names of its columns.
+            shown = f"{'' if array is value else shown} {array.dtype} {array.shape} {held}"
+        elif not shown or "..." in shown or "\u2026" in shown:
+            shown += self.text(dict(getattr(value, "__dict__", {})), depth)
         return f"<{kind.__qualname__} {shown!a}>"
-
-    def mapping(self, named: Mapping[Any, Any], depth: int) -> str:
-        # As JSON has them: 5 and "5" are the same key.
-        pairs = [(self.text(key, depth), key, item) for key, item in named.items()]
-        if len({key for key, _, _ in pairs}) < len(pairs):
-            pairs = [
-                (f"{text} {key if type(key) is str else _kind_of(key)!a}", key, item)
-                for text, key, item in pairs
-            ]
-        pairs.sort(key=lambda pair: pair[0])
-        return f"{{{','.join([f'{key}:{self.text(item, depth)}' for key, _, item in pairs])}}}"
 
     def items(self, values: Any, depth: int) -> list[str]:
         texts = [self.text(item, depth) for item in self.some(values, len(values))]
         return texts if len(texts) == len(values) else [*texts, f"<of {len(values)}>"]
 
     def some(self, values: Iterable[Any], count: int) -> Iterable[Any]:
-        looked_at = min(count, self.made_up)
-        self.made_up -= looked_at
+        looked_at = min(count, self.left)
+        self.left -= looked_at
         return islice(values, looked_at)
-
-    def array(self, value: Any, depth: int) -> str:
-        """Write an array as its shape and data: its `repr` is elided and rounded."""
-        array = value.__array__()
-        try:
-            data = memoryview(array)
-        except ValueError:  # numpy shows dates to nobody
-            data = None
-        if data is None or "O" in data.format:
-            held = self.text(array.tolist(), depth)
-        else:
-            held = f"{data.format} {digest(data.tobytes())}"
-        # A table shows the names of its columns; an array shows only its data.
-        shown = "" if array is value else _ADDRESS.sub("", repr(value))
-        return f"<{_kind_of(value).__qualname__} {shown!a} {array.shape} {held}>"
 
 
 def _fields(value: Any) -> Mapping[Any, Any] | None:

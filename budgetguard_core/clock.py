@@ -22,7 +22,5 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    __slots__ = ()
-
     monotonic_ns = staticmethod(time.monotonic_ns)
     wall_ns = staticmethod(time.time_ns)

@@ -87,8 +87,6 @@ COUNTERS = tuple(sorted({*COUNTED, *TOTALS, *RESERVED}))
 class Quota:
     """How many bodies of the tools that match a pattern may start, and how many did."""
 
-    __slots__ = ("limit", "pattern", "used")
-
     def __init__(self, pattern: str, limit: int, used: int) -> None:
         self.pattern = pattern
         self.limit = limit
@@ -97,8 +95,6 @@ class Quota:
 
 class Tool:
     """The quotas of one tool, and how many of its bodies were started."""
-
-    __slots__ = ("quotas", "started")
 
     def __init__(self, quotas: tuple[Quota, ...], started: int = 0) -> None:
         self.quotas = quotas
@@ -126,12 +122,6 @@ class Counters:
         pauses: How many of the guard's runs wait for a person.
         housekeeping: How many housekeeping blocks are open in the run.
     """
-
-    __slots__ = (
-        *("binds", "budget", "caps", "housekeeping", "largest_output", "levels", "marks", "pauses"),
-        *("quotas", "refuses_unpriced", "reserved_cost", "reserved_input", "reserved_tokens"),
-        *("started_ns", "stood_ns", "tools", "totals", "used", "warned", "whole_caps"),
-    )
 
     def __init__(self, budget: Budget) -> None:
         self.used = [0] * len(ALL)
@@ -286,8 +276,6 @@ class Link:
         answers: The call is the last answer of the run, which was stopped: the reserve is for it.
     """
 
-    __slots__ = ("answers", "counters", "exempt", "owner")
-
     def __init__(
         self,
         owner: Any,
@@ -379,13 +367,7 @@ def passed(used: Sequence[int], needed: Request, limits: Sequence[float]) -> lis
 
 
 def violations(chain: Chain, now: int, request: Request | tuple[bool, int, int, int]) -> Found:
-    """Return what every link holds against a step; empty where it may start.
-
-    Args:
-        chain: The links.
-        now: The time.
-        request: What is asked for; of a model call whether it is a retry, and its projection.
-    """
+    """Return what every link holds against a step; empty where it may start."""
     found: Found = []
     for link in chain:
         counters = link.counters

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import ConfigDict
 
@@ -27,12 +27,8 @@ NOT_AVAILABLE = (
 
 _NO_GUESS: tuple[int, int] = (0, 0)
 _ALIKE_KEPT = 64
-_ALIKE_GENERATION = _ALIKE_KEPT // 2
 _MOST_USD = Decimal(10**15)
 _LEAST_USD = Decimal("1E-15")
-_Alike: TypeAlias = tuple[str | None, str, str]
-# One for all: thousands of runs never have an older generation.
-_NO_COUNTS: Mapping[_Alike, int] = {}
 
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted", "reported"]
 """What a tool call is: a body that starts, a handoff, the framework's structured output, a tool of
@@ -72,59 +68,32 @@ class ModelCall:
     cost_usd: Decimal | None = None
     """What the call costs at most, where the caller knows better than the price book."""
 
-    def copied(self) -> ModelCall:
-        """Return a call of the same fields, at a third of what `dataclasses.replace` takes."""
-        return ModelCall(
-            model=self.model,
-            provider=self.provider,
-            retry=self.retry,
-            input_tokens=self.input_tokens,
-            max_output_tokens=self.max_output_tokens,
-            output_is_fixed=self.output_is_fixed,
-            min_output_tokens=self.min_output_tokens,
-            seconds=self.seconds,
-            cost_usd=self.cost_usd,
-        )
 
-
-@dataclass(init=False, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ToolCall:
     """One tool call that the model asked for."""
 
     name: str
     """The tool's name, as the model gave it."""
-    arguments: Any
+    arguments: Any = None
     """The arguments: an object, or its JSON text. They are fingerprinted, not kept."""
-    id: str | None
+    id: str | None = None
     """The call's id in the framework's history."""
-    kind: ToolKind
+    kind: ToolKind = "function"
     """`function`: counted. `handoff` to another agent: only fingerprinted. `output`, the
     framework's structured-output tool: only fingerprinted and never refused. `hosted`: the
     provider ran it already; counted when reported, and never refused. `reported`: its caller has
     it already; as hosted, but its result is still to come."""
-    fingerprint: str | None = field(repr=False)
+    fingerprint: str | None = field(default=None, repr=False)
     """The fingerprint of the arguments: given where it is known (replay), else that of the
     arguments when the call was admitted, so that a tool that changes them changes nothing here."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        arguments: Any = None,
-        id: str | None = None,  # noqa: A002 - the name that every framework uses
-        kind: ToolKind = "function",
-        fingerprint: str | None = None,
-    ) -> None:
-        if kind != "function" and kind not in _KINDS:
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
             raise ConfigurationError(
-                f"kind must be one of {', '.join(_KINDS)}, got {shown(kind)}. "
+                f"kind must be one of {', '.join(_KINDS)}, got {shown(self.kind)}. "
                 "Leave it out for a function."
             )
-        self.name = name
-        self.arguments = arguments
-        self.id = id
-        self.kind = kind
-        self.fingerprint = fingerprint
 
 
 class Occurrences:
@@ -135,76 +104,43 @@ class Occurrences:
     was left open by a process that is gone, gives its number back to the same call.
     """
 
-    __slots__ = ("_counts", "_floor", "_free", "_older", "_restored")
-
-    def __init__(self, floor: int = 0, restored: Mapping[str, int] | None = None) -> None:
-        # Two generations: to forget the older one at once costs less than one at each new call.
-        self._counts: dict[_Alike, int] = {}
-        self._older = _NO_COUNTS
-        self._floor = floor
-        # Thousands of runs give nothing back and were never stored.
-        self._free: dict[str, list[int]] | None = None
-        self._restored = restored
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Go on where the numbers were whose `state` this is.
-
-        Raises:
-            ValueError: The state is damaged.
-            KeyError: Likewise.
-            TypeError: Likewise.
-        """
-        counts = {str(alike): int(count) for alike, count in state["counts"].items()}
-        return cls(int(state["floor"]), counts)
+    def __init__(self, floor: int = 0, counts: Mapping[str, int] | None = None) -> None:
+        self._floor = int(floor)
+        self._counts = {str(alike): int(count) for alike, count in (counts or {}).items()}
+        self._free: dict[str, list[int]] = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers, by digest, ready for JSON."""
-        counts = dict(self._restored or {})
-        for alike, count in {**self._older, **self._counts}.items():
-            digest = _alike_digest(*alike)
-            counts.pop(digest, None)
-            counts[digest] = count
-        floor = self._floor
-        for digest in list(counts)[: max(len(counts) - _ALIKE_KEPT, 0)]:
-            floor = max(floor, counts.pop(digest))
-        return {"floor": floor, "counts": counts}
+        """Return the numbers, ready for JSON."""
+        return {"floor": self._floor, "counts": dict(self._counts)}
 
     def count(self, call: ToolCall) -> int:
         """Return how many calls like this one came before it."""
-        alike = call.id, call.name, call.fingerprint or ""
-        if self._free:
-            digest = _alike_digest(*alike)
-            free = self._free.get(digest)
-            if free:
-                returned = free.pop(0)
-                if not free:
-                    del self._free[digest]
-                return returned
+        alike = _alike(call)
+        free = self._free.pop(alike, None)
+        if free:
+            if free[1:]:
+                self._free[alike] = free[1:]
+            return free[0]
         counts = self._counts
-        number = counts.get(alike)
-        if number is None:
-            number = self._older.get(alike, self._floor)
-            if self._restored:
-                number = max(number, self._restored.get(_alike_digest(*alike), 0))
-            if len(counts) == _ALIKE_GENERATION:
-                self._floor = max(self._floor, *self._older.values(), 0)
-                self._older = counts
-                self._counts = counts = {}
+        number = counts.pop(alike, self._floor)
         counts[alike] = number + 1
+        if len(counts) > _ALIKE_KEPT:
+            self._floor = max(self._floor, counts.pop(next(iter(counts))))
         return number
 
     def give_back(self, call: ToolCall, number: int) -> None:
         """Free the number of this call for the next one like it."""
-        digest = _alike_digest(call.id, call.name, call.fingerprint or "")
-        if self._free is None:
-            self._free = {}
         if len(self._free) < _ALIKE_KEPT:
-            self._free.setdefault(digest, []).append(number)
+            self._free.setdefault(_alike(call), []).append(number)
 
 
-def _alike_digest(id_: str | None, name: str, key: str) -> str:
-    return blake2b(ascii((id_, name, key)).encode(), digest_size=8).hexdigest()
+def _alike(call: ToolCall) -> str:
+    return _digest((call.id, call.name, call.fingerprint or ""), 8)
+
+
+def _digest(facts: tuple[object, ...], size: int) -> str:
+    # ascii, so that the id "5" is not the number 5, and nothing in an id can fail to encode.
+    return blake2b(ascii(facts).encode(), digest_size=size).hexdigest()
 
 
 class Admit:
@@ -226,7 +162,6 @@ class Admit:
         holds: What the plugs of the run, and of those above it, hold for the call.
     """
 
-    # What most answers have in common is the class's: one is made for each step.
     max_output_tokens: int | None = None
     clamped_by: StopReason | None = None
     rates: Rates | None = None
@@ -238,18 +173,10 @@ class Admit:
     occurrence = 0
     expected: tuple[int, int] = _NO_GUESS
 
-    # Whoever settles the call knows what its guard is; this module must not. Not set in __init__:
-    # each step makes two answers, and the guard sets their fields in a third of the time.
-    guard: Any
-    call: Any
-    call_id: int
-
-    def answers(self, guard: Any, call: Any, call_id: int) -> Self:
-        """Make this the answer to its call."""
+    def __init__(self, guard: Any, call: Any, call_id: int) -> None:
         self.guard = guard
         self.call = call
         self.call_id = call_id
-        return self
 
     @property
     def breakers(self) -> Any:
@@ -290,14 +217,15 @@ class Admit:
         facts: tuple[object, ...] = (self.guard.run_id, self.call_id)
         if isinstance(call, ToolCall) and call.id:
             facts = (self.guard.run_id, call.id, call.name, call.fingerprint, self.occurrence)
-        # ascii, so that the id "5" is not the number 5, and nothing in an id can fail to encode.
-        return blake2b(ascii(facts).encode(), digest_size=16).hexdigest()
+        return _digest(facts, 16)
 
 
 class Nudge(Admit):
     """The call may start, and the model should get `message` first (about the work only)."""
 
-    message: str
+    def __init__(self, guard: Any, call: Any, call_id: int, message: str) -> None:
+        super().__init__(guard, call, call_id)
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,49 +251,22 @@ ToolDecision: TypeAlias = Admit | Refuse | Stop
 """The answer to whether a tool call may start."""
 
 
-def wrong_model(model: object) -> str:
-    """Describe what is wrong with a model's name that is no text."""
-    return (
-        f"model must be a model's name, got {type(model).__name__}. "
-        "Leave it out where it is not known."
-    )
-
-
 def check_projection(call: ModelCall) -> None:
-    """Refuse a projection that no call can have: it would be in every sum from then on.
-
-    Raises:
-        ConfigurationError: A figure is not a whole number in its range.
-    """
-    given, least, bound = call.input_tokens, call.min_output_tokens, call.max_output_tokens
-    if (
-        type(given) is not int
-        or type(least) is not int
-        or not 0 <= given <= MOST_TOKENS
-        or not 1 <= least <= MOST_TOKENS
-        or (bound is not None and (type(bound) is not int or not 1 <= bound <= MOST_TOKENS))
+    """Refuse a projection that no call can have: it would be in every sum from then on."""
+    bound = call.max_output_tokens
+    for name, value, least, way_out in (
+        ("input_tokens", call.input_tokens, 0, "Use 0 where it is not known."),
+        ("min_output_tokens", call.min_output_tokens, 1, "Leave it out for none."),
+        ("max_output_tokens", 1 if bound is None else bound, 1, "Use None for no bound."),
     ):
-        raise ConfigurationError(wrong_projection(call))
-
-
-def wrong_projection(call: ModelCall) -> str:
-    """Describe what is wrong with a projection that no call can have."""
-    given, least, bound = call.input_tokens, call.min_output_tokens, call.max_output_tokens
-    rule = "must be a whole number"
-    if type(given) is not int or not 0 <= given <= MOST_TOKENS:
-        return f"input_tokens {rule} {out_of_range(0, given)}. Use 0 where it is not known."
-    if type(least) is not int or not 1 <= least <= MOST_TOKENS:
-        end = "Leave it out where the provider has none."
-        return f"min_output_tokens {rule} {out_of_range(1, least)}. {end}"
-    return f"max_output_tokens {rule} {out_of_range(1, bound)}. Use None for no bound."
+        if type(value) is not int or not least <= value <= MOST_TOKENS:
+            raise ConfigurationError(
+                f"{name} must be a whole number {out_of_range(least, value)}. {way_out}"
+            )
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
-    """Return what a call costs at most, in the unit of `pricing`; 0 where nothing is known.
-
-    Raises:
-        ConfigurationError: The caller's own projection makes no sense.
-    """
+    """Return what a call costs at most, in the unit of `pricing`; 0 where nothing is known."""
     if call.cost_usd is not None:
         return given_cost(call.cost_usd)
     if rates is None or not (call.input_tokens or bound):
@@ -374,11 +275,7 @@ def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> i
 
 
 def given_cost(cost_usd: Decimal) -> int:
-    """Turn an amount that the caller gave into the unit of `pricing`.
-
-    Raises:
-        ConfigurationError: It is not a Decimal >= 0, or it is far above any call.
-    """
+    """Turn an amount that the caller gave into the unit of `pricing`."""
     if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and 0 <= cost_usd < _MOST_USD):
         raise ConfigurationError(
             f"cost_usd must be a Decimal >= 0, got {shown(cost_usd)}. "

@@ -19,10 +19,12 @@ from budgetguard_core.housekeeping import Housekeeping, activated
 from budgetguard_core.model_calls import ModelCalls
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook
+from budgetguard_core.restoring import restored, snapshot_of
 from budgetguard_core.run_clock import RunClock
 from budgetguard_core.run_log import followed
 from budgetguard_core.run_state import RunState, check_options, refuse_unknown
 from budgetguard_core.sinks import Sink
+from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode as Mode
 from budgetguard_core.stop_state import ModeName, as_mode
@@ -33,7 +35,6 @@ from budgetguard_core.usage import TokenUsage, Usage
 if TYPE_CHECKING:
     from budgetguard_core.breakers import BreakerRegistry
     from budgetguard_core.ledger import Ledger, Tenant
-    from budgetguard_core.snapshot import Snapshot
 
 WarningEvent: TypeAlias = events.LimitNearlyReached
 """What `on_warning` is called with."""
@@ -102,11 +103,6 @@ class Guard:
         ConfigurationError: The budget is not a `Budget`, a sink takes no events, only one of
             `ledger` and `tenant` was given, or a cap was given beside the budget.
     """
-
-    __slots__ = (
-        *("__weakref__", "_model_calls", "_tool_calls", "budget", "cancellation", "clock"),
-        *("earlier_usage", "lineage", "mode", "outcome", "parent", "run_id", "state", "tree"),
-    )
 
     def __init__(
         self,
@@ -513,9 +509,6 @@ class Guard:
         Args:
             messages: The conversation, in any form that JSON can hold.
         """
-        # Not at import: most processes never take one.
-        from budgetguard_core.restoring import snapshot_of
-
         with self.tree.lock:
             return snapshot_of(self.state, self._tool_calls, messages)
 
@@ -562,8 +555,6 @@ class Guard:
             ConfigurationError: Both `budget` and `stop_when` were given; or neither a budget was,
                 nor does the snapshot know its caps.
         """
-        from budgetguard_core.restoring import restored
-
         if onto is not None:
             return restored(snapshot, onto, onto._tool_calls, fresh=False)
         snapshot.check_resumable(budget, stop_when)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
@@ -23,10 +23,6 @@ _NOTHING_ADMITTED: Final = (
     "adapter of your framework before the block, or give the run to the adapter itself; raw "
     "clients need budgetguard_http.install()."
 )
-
-
-class _Timer(Protocol):
-    def cancel(self) -> object: ...
 
 
 @contextmanager
@@ -72,11 +68,7 @@ class Housekeeping(Generic[_G]):
 
     @staticmethod
     def of(guard: _Owner, seconds: float) -> Housekeeping[_Owner]:
-        """Return a block of a run's housekeeping (`Guard.housekeeping`).
-
-        Raises:
-            ConfigurationError: `seconds` is not a number > 0.
-        """
+        """Return a block of a run's housekeeping (`Guard.housekeeping`)."""
         try:
             caps = Budget(max_seconds=seconds, loop_detection=None)
         except ConfigurationError:
@@ -108,43 +100,20 @@ class Housekeeping(Generic[_G]):
 
     async def __aenter__(self) -> _G:
         """Begin, and watch the time."""
-        # Here: most programs that import this never need it.
         import asyncio
 
-        self._timer: _Timer | None = None
-        self._cut = False
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("`async with` housekeeping needs a running task")
-        self._task = task
-        self._earlier = task.cancelling()
-        self._loop = asyncio.get_running_loop()
         guard = self.__enter__()
-        self._watch()
+        self._limit = asyncio.timeout(guard.time_left())
+        await self._limit.__aenter__()
         return guard
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         """End; a block that was cut ends with `TimeoutError`."""
-        import asyncio
-
-        if self._timer is not None:
-            self._timer.cancel()
         self.__exit__()
-        if not self._cut:
-            return
-        others = self._task.uncancel() > self._earlier
-        if not others and kind in (None, asyncio.CancelledError):
-            raise TimeoutError(late(self._seconds))
-
-    def _watch(self) -> None:
-        left = self._guard.time_left()
-        if left is None:
-            return
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._watch)
-        else:
-            self._cut = True
-            self._task.cancel()
+        try:
+            await self._limit.__aexit__(kind, *error)
+        except TimeoutError:
+            raise TimeoutError(late(self._seconds)) from None
 
 
 def late(seconds: float | None) -> str:

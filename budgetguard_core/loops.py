@@ -9,10 +9,12 @@ and "change something, check everything again" bring something new and are left 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
 from budgetguard_core.canonical import digest
 from budgetguard_core.decision import ToolCall
@@ -49,8 +51,6 @@ def _as_set(names: tuple[str, ...]) -> frozenset[str]:
 
 class _Row:
     """How many in a row, and whether the model was nudged."""
-
-    __slots__ = ("length", "name", "nudge_after", "nudged_at", "patience", "stop_after")
 
     def __init__(self, name: str, settings: LoopDetection) -> None:
         self.name = name
@@ -116,6 +116,35 @@ def _suffix(name: str) -> str:
     return "" if name == "stale" else f"_{name}"
 
 
+class _State(BaseModel):
+    """The state of a detector, as it is stored."""
+
+    model_config = ConfigDict(defer_build=True, extra="forbid")
+
+    seen: list[_Key]
+    fresh: NonNegativeInt
+    recent: list[_Key]
+    times: NonNegativeInt
+    masked: str | None
+    waiting: list[_Key]
+    error: tuple[str, str] | None
+    said: list[_Reply]
+    replies: list[_Reply]
+    rows: dict[str, tuple[NonNegativeInt, NonNegativeInt]]
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        rows = {name: length for name, (length, _) in self.rows.items()}
+        of_replies = rows.pop("replies", 0) + rows.pop("short_replies", 0)
+        if (
+            self.rows.keys() != set(_Rows._fields)
+            or (any(rows.values()) and not self.recent)
+            or (of_replies and not self.replies)
+        ):
+            raise ValueError("a row counts what is not there")
+        return self
+
+
 class LoopDetector:
     """Finds rows that bring nothing new, at constant memory and constant cost per call.
 
@@ -130,12 +159,6 @@ class LoopDetector:
         ignored_results: The names to leave out of the fingerprint of a result.
         reply: The number of replies that were begun.
     """
-
-    __slots__ = (
-        *("_error", "_error_reply", "_exempt", "_generation", "_growing", "_masked", "_recent"),
-        *("_replies", "_rows", "_said", "_seen", "_times", "_waiting", "_window"),
-        *("due", "ignored", "ignored_results", "reply", "tripped"),
-    )
 
     def __init__(self, settings: LoopDetection) -> None:
         self._window = settings.window
@@ -428,65 +451,29 @@ class LoopDetector:
         """Make a detector that goes on where another's `state` was taken.
 
         Under other settings the rows are kept and judged by the new numbers.
-
-        Raises:
-            ValueError: The state is damaged.
         """
-        detector = cls(settings)
         try:
-            detector._load(cast("dict[str, Any]", state))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            msg = (
+            known = _State.model_validate(state)
+        except ValueError:
+            raise ValueError(
                 f"the state of a loop detector must be what state() returned, got {shown(state)}. "
                 "Use a new LoopDetector to go on without it."
-            )
-            raise ValueError(msg) from None
-        return detector
-
-    def _load(self, state: dict[str, Any]) -> None:
-        seen, recent = _keys(state["seen"]), _keys(state["recent"])
-        waiting = _keys(state["waiting"])
-        said, replies = _pairs(state["said"]), _pairs(state["replies"])
-        error = None if state["error"] is None else _pairs([state["error"]])[0]
-        masked = state["masked"]
-        fresh, times = _natural(state["fresh"]), _natural(state["times"])
-        lengths = {
-            name: (_natural(length), _natural(nudged_at))
-            for name, (length, nudged_at) in state["rows"].items()
+            ) from None
+        detector = cls(settings)
+        window = settings.window
+        kept = known.seen[-window:]
+        detector._generation = 2
+        detector._seen = {
+            key: 2 if place >= len(kept) - known.fresh else 1 for place, key in enumerate(kept)
         }
-        sound = (
-            len(state) == len(self.state())
-            and all(len(set(these)) == len(these) for these in (seen, waiting, said))
-            and len(recent) <= _RECENT_KEPT
-            and len(replies) <= _RECENT_KEPT
-            and seen[-1:] == recent[-1:]
-            and said[-1:] == replies[-1:]
-            and bool(fresh) is bool(times) is bool(seen)
-            and fresh <= len(seen)
-            and (masked is None or type(masked) is str)
-            and lengths.keys() == set(_Rows._fields)
-            and all(nudged_at <= length for length, nudged_at in lengths.values())
-            and lengths["same_error"][0] <= times
-            and bool(lengths["errors"][0]) is (error is not None)
-            and (error is None or error[0] == recent[-1][0])
-            and (bool(seen) or not (lengths["stale"][0] or lengths["repeats"][0]))
-            and (bool(waiting) or not lengths["waits"][0])
-            and (bool(said) or not (lengths["replies"][0] or lengths["short_replies"][0]))
-        )
-        if not sound:
-            raise ValueError
-        kept = seen[-self._window :]
-        self._generation = 2
-        self._seen = {key: 2 if place >= len(kept) - fresh else 1 for place, key in enumerate(kept)}
-        self._recent, self._replies = recent, replies
-        self._times = times
-        self._masked = masked
-        self._waiting = dict.fromkeys(waiting[-self._window :], 0)
-        self._error = error
-        self._said = dict.fromkeys(said[-self._window :], 0)
-        for row in self._rows:
-            row.start(*lengths[row.name])
-        self._judge()
+        detector._recent, detector._replies = known.recent, known.replies
+        detector._times, detector._masked, detector._error = known.times, known.masked, known.error
+        detector._waiting = dict.fromkeys(known.waiting[-window:], 0)
+        detector._said = dict.fromkeys(known.said[-window:], 0)
+        for row in detector._rows:
+            row.start(*known.rows[row.name])
+        detector._judge()
+        return detector
 
     def _judge(self) -> None:
         rows = self._growing = [row for row in self._rows if row.length]
@@ -510,26 +497,6 @@ def _cycle(latest: Sequence[_Key] | Sequence[_Reply], row: int) -> tuple[int, st
             break
     names = [_speakable(one[0]) for one in latest[-(period or row) :]]
     return period, ", ".join(names if period else dict.fromkeys(names))
-
-
-def _keys(entries: Iterable[Sequence[Any]]) -> list[_Key]:
-    return [(_text(tool), _text(arguments), _text(result)) for tool, arguments, result in entries]
-
-
-def _pairs(entries: Iterable[Sequence[Any]]) -> list[_Reply]:
-    return [(_text(name), _text(text)) for name, text in entries]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _natural(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError
-    return value
 
 
 def _short(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -17,7 +18,6 @@ from budgetguard_core.decision import (
     check_projection,
     given_cost,
     projected_cost,
-    wrong_model,
 )
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.plugs import Ended
@@ -32,10 +32,6 @@ _NO_GUESS = (0, 0)
 
 class ModelCalls:
     """The model calls of one run. What it keeps follows from the chain that they are charged to."""
-
-    __slots__ = (
-        *("_binding", "_chain", "_enforced", "_expects", "_needs_price", "_output_bound", "_state"),
-    )
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -60,7 +56,10 @@ class ModelCalls:
         if model is None:
             return None
         if not isinstance(model, str):
-            raise ConfigurationError(wrong_model(model))
+            raise ConfigurationError(
+                f"model must be a model's name, got {type(model).__name__}. "
+                "Leave it out where it is not known."
+            )
         found: Rates | None = self._state.tree.price_book.rates_for(model, provider)
         return found
 
@@ -69,7 +68,7 @@ class ModelCalls:
         state = self._state
         tree, chain = state.tree, state.chain
         if not chain:
-            ticket = Admit().answers(state.guard, call, 0)
+            ticket = Admit(state.guard, call, 0)
             ticket.max_output_tokens = call.max_output_tokens
             return ticket
         if chain is not self._chain:
@@ -131,7 +130,7 @@ class ModelCalls:
                 if trip is not None:
                     decision = Stop(trip)
                     if tree.sinks:
-                        facts = {"call": call.copied(), "reason": trip.reason}
+                        facts = {"call": replace(call), "reason": trip.reason}
                         state.record(events.ModelCallRefused, now, **facts)
                 else:
                     if state.detector is not None:
@@ -140,13 +139,11 @@ class ModelCalls:
                     if state.wraps_up and message is None:
                         message = state.wrap_up(now)
                     # A message would change the run, and OBSERVE changes nothing.
-                    if message is not None and state.mode is Mode.ENFORCE:
-                        decision = ticket = Nudge()
-                        ticket.message = message
-                    else:
-                        decision = ticket = Admit()
                     tree.call_id += 1
-                    ticket.answers(state.guard, call, tree.call_id)
+                    if message is not None and state.mode is Mode.ENFORCE:
+                        decision = ticket = Nudge(state.guard, call, tree.call_id, message)
+                    else:
+                        decision = ticket = Admit(state.guard, call, tree.call_id)
                     ticket.max_output_tokens = bound if self._enforced else own
                     if clamped_by is not None:
                         ticket.clamped_by = clamped_by
@@ -164,7 +161,7 @@ class ModelCalls:
                         state.record(
                             events.ModelCallAdmitted,
                             now,
-                            call=call.copied(),
+                            call=replace(call),
                             call_id=ticket.call_id,
                             admitted_output_tokens=ticket.max_output_tokens,
                             nudge=message,

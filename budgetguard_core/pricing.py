@@ -16,7 +16,7 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from decimal import Context, Decimal, Inexact, InvalidOperation
+from decimal import Decimal
 from functools import cache, cached_property, lru_cache
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -40,14 +40,7 @@ _RATE_DECIMALS: Final = 9
 _REQUEST_DECIMALS: Final = 15
 _PER_TOKEN: Final = FEMTO_USD_PER_USD // 10**6
 _PER_REQUEST_OF_1000: Final = FEMTO_USD_PER_USD // 10**3
-_DATA_KEYS: Final = (
-    "input_mtok",
-    "cache_read_mtok",
-    "cache_write_mtok",
-    "cache_write_1h_mtok",
-    "output_mtok",
-    "requests_kcount",
-)
+_RATES: Final = ("input", "cache_read", "cache_write", "cache_write_1h", "output")
 _LARGEST_PRICE: Final = 1_000_000
 
 _REMEMBERED_MODELS: Final = 1024
@@ -59,28 +52,14 @@ _BEDROCK_ID: Final = re.compile(r"(?:[a-z-]+\.)?[a-z][a-z0-9]*\.[a-z]")
 
 
 def to_usd(amount: int) -> Decimal:
-    """Turn femto-dollars into US dollars, exactly, under any decimal context.
-
-    Args:
-        amount: Femto-dollars; may be negative.
-
-    Returns:
-        The same amount in US dollars, without trailing zeros after the point.
-    """
+    """Turn femto-dollars into US dollars, exactly, under any decimal context."""
     whole, part = divmod(abs(amount), FEMTO_USD_PER_USD)
     text = f"{whole}.{part:015d}".rstrip("0")
     return Decimal(f"-{text}" if amount < 0 else text)
 
 
 def from_usd(amount: Decimal) -> int:
-    """Turn US dollars into femto-dollars, under any decimal context.
-
-    Args:
-        amount: A finite amount in US dollars.
-
-    Returns:
-        Femto-dollars, rounded up where the amount has more than 15 decimals.
-    """
+    """Turn US dollars into femto-dollars, under any decimal context."""
     return _ceil(amount, FEMTO_USD_PER_USD)
 
 
@@ -91,30 +70,29 @@ def _ceil(amount: Decimal, factor: int) -> int:
 
 def _checked(name: str, value: object, decimals: int) -> Decimal:
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-        rule = f"{name} must be a Decimal, an int or a float, got {value!r}."
-        message = f'{rule} Write it as Decimal("2.50").'
-        raise ConfigurationError(message)
+        raise ConfigurationError(
+            f"{name} must be a Decimal, an int or a float, got {value!r}. "
+            'Write it as Decimal("2.50").'
+        )
     amount = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     if not amount.is_finite() or not 0 <= amount <= _LARGEST_PRICE:
-        rule = f"{name} must be between 0 and {_LARGEST_PRICE} US dollars, got {value}."
-        message = f"{rule} Use 0 for what costs nothing."
-        raise ConfigurationError(message)
-    try:
-        Context(prec=30, traps=[Inexact, InvalidOperation]).quantize(
-            amount, Decimal((0, (1,), -decimals))
+        raise ConfigurationError(
+            f"{name} must be between 0 and {_LARGEST_PRICE} US dollars, got {value}. "
+            "Use 0 for what costs nothing."
         )
-    except (Inexact, InvalidOperation):
-        rule = f"{name} must have at most {decimals} decimal places, got {value}."
-        message = f"{rule} Round it up."
-        raise ConfigurationError(message) from None
+    if 10**decimals % amount.as_integer_ratio()[1]:
+        raise ConfigurationError(
+            f"{name} must have at most {decimals} decimal places, got {value}. Round it up."
+        )
     return amount
 
 
 def _checked_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        rule = f"{name} must be a whole number of tokens >= 1, got {value!r}."
-        message = f"{rule} Leave it out if it is not known."
-        raise ConfigurationError(message)
+        raise ConfigurationError(
+            f"{name} must be a whole number of tokens >= 1, got {value!r}. "
+            "Leave it out if it is not known."
+        )
     return value
 
 
@@ -173,21 +151,13 @@ class Price:
         tiers: Sequence[tuple[int, Price]] = (),
         context_window: int | None = None,
     ) -> None:
-        rates = {
-            "input": input,
-            "output": output,
-            "cache_read": cache_read,
-            "cache_write": cache_write,
-            "cache_write_1h": cache_write_1h,
-        }
-        optional = {"cache_read", "cache_write", "cache_write_1h"}
-        for name, value in rates.items():
-            unset = value is None and name in optional
+        given = (input, cache_read, cache_write, cache_write_1h, output)
+        for name, value in zip(_RATES, given, strict=True):
+            unset = value is None and name not in ("input", "output")
             checked = None if unset else _checked(name, value, _RATE_DECIMALS)
             object.__setattr__(self, name, checked)
-        object.__setattr__(
-            self, "per_request", _checked("per_request", per_request, _REQUEST_DECIMALS)
-        )
+        request = _checked("per_request", per_request, _REQUEST_DECIMALS)
+        object.__setattr__(self, "per_request", request)
         object.__setattr__(self, "tiers", _checked_tiers(tiers))
         if context_window is not None:
             _checked_count("context_window", context_window)
@@ -199,13 +169,15 @@ def _checked_tiers(tiers: Sequence[tuple[int, Price]]) -> tuple[tuple[int, Price
     for threshold, price in tiers:
         _checked_count("a threshold in tiers", threshold)
         if threshold <= below:
-            rule = f"thresholds in tiers must rise, got {threshold} after {below}."
-            message = f"{rule} Give each threshold once, the lowest first."
-            raise ConfigurationError(message)
+            raise ConfigurationError(
+                f"thresholds in tiers must rise, got {threshold} after {below}. "
+                "Give each threshold once, the lowest first."
+            )
         if not isinstance(price, Price) or price.tiers:
-            rule = f"a tier must be a Price without tiers of its own, got {price!r}."
-            message = f"{rule} Put every threshold into one sequence."
-            raise ConfigurationError(message)
+            raise ConfigurationError(
+                f"a tier must be a Price without tiers of its own, got {price!r}. "
+                "Put every threshold into one sequence."
+            )
         below = threshold
     return tuple((threshold, price) for threshold, price in tiers)
 
@@ -225,46 +197,25 @@ class _Row(NamedTuple):
 _FIRST: Final = -1
 
 
-def _row(
-    above: int,
-    *,
-    input_rate: int,
-    cache_read: int | None,
-    cache_write: int | None,
-    cache_write_1h: int | None,
-    output: int,
-    per_request: int,
-    claude: bool,
-) -> _Row:
-    if cache_write is None:
-        cache_write = -(-input_rate * 5 // 4) if claude else input_rate
-    if cache_write_1h is None:
-        cache_write_1h = max(input_rate * 2 if claude else input_rate, cache_write)
-    return _Row(
-        above=above,
-        input=input_rate,
-        cache_read=input_rate if cache_read is None else cache_read,
-        cache_write=cache_write,
-        cache_write_1h=cache_write_1h,
-        output=output,
-        per_request=per_request,
-    )
-
-
-def _per_token(rate: Decimal | None) -> int | None:
-    return None if rate is None else _ceil(rate, _PER_TOKEN)
+def _row(above: int, rates: Sequence[Decimal | None], request: int, *, claude: bool) -> _Row:
+    """Make a row of the rates in the order of `_RATES`, the first of which is known."""
+    known = [None if rate is None else _ceil(rate, _PER_TOKEN) for rate in rates]
+    plain, (read, write, hour, output) = known[0] or 0, known[1:]
+    if write is None:
+        write = -(-plain * 5 // 4) if claude else plain
+    if hour is None:
+        hour = max(plain * 2 if claude else plain, write)
+    # Models without a price for output (embeddings) have none to bill.
+    output = plain if output is None else output
+    return _Row(above, plain, plain if read is None else read, write, hour, output, request)
 
 
 def _rows_of_price(price: Price, *, claude: bool) -> tuple[_Row, ...]:
     return tuple(
         _row(
             above,
-            input_rate=_ceil(each.input, _PER_TOKEN),
-            cache_read=_per_token(each.cache_read),
-            cache_write=_per_token(each.cache_write),
-            cache_write_1h=_per_token(each.cache_write_1h),
-            output=_ceil(each.output, _PER_TOKEN),
-            per_request=from_usd(each.per_request),
+            [getattr(each, name) for name in _RATES],
+            from_usd(each.per_request),
             claude=claude,
         )
         for above, each in ((_FIRST, price), *price.tiers)
@@ -276,8 +227,6 @@ class Rates:
 
     Amounts are femto-dollars; `to_usd` turns them into dollars. Made by `PriceBook.rates_for`.
     """
-
-    __slots__ = ("_bounds", "_rows", "window")
 
     window: float
     """Most input tokens that one call can have; infinity if that is not known."""
@@ -321,26 +270,17 @@ class Rates:
     def input_cost(self, tokens: int) -> int:
         """Return the most that a call with up to this many input tokens can cost for them.
 
-        Args:
-            tokens: Input tokens, cache reads and writes included.
-
-        Returns:
-            Femto-dollars, including the price per request. Every token is taken at the dearest rate
-            that can apply: as a cache write, even of one hour, where that costs more than input.
+        It includes the price per request. Every token is taken at the dearest rate that can apply:
+        as a cache write, even of one hour, where that costs more than input.
         """
         bound = _reached(self._bounds, tokens)
         return tokens * bound.input + bound.per_request
 
     def output_cost(self, tokens: int, *, input_tokens: int | None = None) -> int:
-        """Return the most that up to this many output tokens can cost.
+        """Return the most that up to this many output tokens can cost, reasoning included.
 
-        Args:
-            tokens: Output tokens, reasoning included.
-            input_tokens: Most input tokens that the call can have, which decide the tier. `None`:
-                not known, so the dearest tier is taken.
-
-        Returns:
-            Femto-dollars, without the price per request (`input_cost` has it).
+        The most input tokens that the call can have decide the tier; the dearest where they are
+        not known. Without the price per request, which `input_cost` has.
         """
         bounds = self._bounds
         bound = bounds[0] if input_tokens is None else _reached(bounds, input_tokens)
@@ -448,13 +388,15 @@ def _today() -> date:
 
 def _checked_override(name: object, price: object) -> tuple[Price, tuple[_Row, ...]]:
     if not isinstance(name, str) or not 1 <= len(name) <= _LONGEST_NAME:
-        rule = f"a model name in overrides must be a str of 1 to {_LONGEST_NAME}, got {name!r}."
-        message = f"{rule} Use the name that the framework reports."
-        raise ConfigurationError(message)
+        raise ConfigurationError(
+            f"a model name in overrides must be a str of 1 to {_LONGEST_NAME}, got {name!r}. "
+            "Use the name that the framework reports."
+        )
     if not isinstance(price, Price):
-        rule = f"overrides[{name!r}] must be a Price, got {price!r}."
-        message = f"{rule} Write Price(input=..., output=...)."
-        raise ConfigurationError(message)
+        raise ConfigurationError(
+            f"overrides[{name!r}] must be a Price, got {price!r}. "
+            "Write Price(input=..., output=...)."
+        )
     return price, _rows_of_price(price, claude="claude" in name.lower())
 
 
@@ -505,36 +447,23 @@ def _possible_prices(info: ModelInfo, day: date) -> Sequence[ModelPrice]:
 def _rows_of_data(possible: Sequence[ModelPrice], *, claude: bool) -> tuple[_Row, ...] | None:
     from genai_prices.types import TieredPrices
 
-    listed = [[getattr(prices, key, None) for key in _DATA_KEYS] for prices in possible]
-    thresholds = sorted(
-        {
-            tier.start
-            for rates in listed
-            for rate in rates
-            if isinstance(rate, TieredPrices)
-            for tier in rate.tiers
-        }
-    )
+    listed = [[getattr(prices, f"{name}_mtok", None) for name in _RATES] for prices in possible]
+    tiered = [rate for rates in listed for rate in rates if isinstance(rate, TieredPrices)]
+    tiered += [
+        prices.requests_kcount
+        for prices in possible
+        if isinstance(prices.requests_kcount, TieredPrices)
+    ]
     rows: list[_Row] = []
-    for above in (_FIRST, *thresholds):
+    for above in (_FIRST, *sorted({tier.start for rate in tiered for tier in rate.tiers})):
         alternatives: list[_Row] = []
-        for rates in listed:
-            plain, read, write, hour, output, request = (_rate_at(rate, above) for rate in rates)
-            if plain is None:
+        for prices, rates in zip(possible, listed, strict=True):
+            reached = [_rate_at(rate, above) for rate in rates]
+            if reached[0] is None:
                 return None
-            alternatives.append(
-                _row(
-                    above,
-                    input_rate=_ceil(plain, _PER_TOKEN),
-                    cache_read=_per_token(read),
-                    cache_write=_per_token(write),
-                    cache_write_1h=_per_token(hour),
-                    # Models without a price for output (embeddings) have none to bill.
-                    output=_ceil(plain if output is None else output, _PER_TOKEN),
-                    per_request=_ceil(request or Decimal(0), _PER_REQUEST_OF_1000),
-                    claude=claude,
-                )
-            )
+            request = _rate_at(prices.requests_kcount, above) or Decimal(0)
+            request_cost = _ceil(request, _PER_REQUEST_OF_1000)
+            alternatives.append(_row(above, reached, request_cost, claude=claude))
         rows.append(_Row(*(max(rates) for rates in zip(*alternatives, strict=True))))
     return tuple(rows)
 

@@ -49,12 +49,7 @@ def ask_person(
 
 
 def take_answer(guard: Any, answer: Any) -> bool:
-    """Take a person's answer: raise the caps, and return whether it is not the end.
-
-    Args:
-        guard: The guard that has asked.
-        answer: The caps to raise, by name; whatever is false is the end, as is what makes no sense.
-    """
+    """Take a person's answer: raise the caps, and return whether it is not the end."""
     try:
         if answer:
             guard.extend(**_caps(answer))
@@ -63,6 +58,13 @@ def take_answer(guard: Any, answer: Any) -> bool:
         guard.tree.report("on_trip", error)
     guard.state.on_limit = None
     return False
+
+
+def take_answers(run: Any, answers: Mapping[str, Any]) -> None:
+    """Give a run and those around it the answers to what they have asked, by their ids."""
+    for guard in run.guard.lineage:
+        if guard.run_id in answers:
+            take_answer(guard, answers[guard.run_id])
 
 
 def _of_caps(state: Any, request: Any) -> tuple[Any, tuple[Violation, ...]] | None:

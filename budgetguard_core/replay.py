@@ -7,43 +7,19 @@ from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from budgetguard_core import events as past
 from budgetguard_core.breakers.progress import ProgressReport
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.counters import DIMENSIONS
 from budgetguard_core.decision import Admit, ToolCall
 from budgetguard_core.errors import BudgetGuardError, CheckpointError
-from budgetguard_core.events import (
-    Aborted,
-    BudgetExtended,
-    Checked,
-    Event,
-    HousekeepingBegan,
-    HousekeepingEnded,
-    IterationsRestarted,
-    LimitNearlyReached,
-    ModelCallAdmitted,
-    ModelCallRefused,
-    ModelCallSettled,
-    ModelCallWithdrawn,
-    NudgeTaken,
-    ProgressReported,
-    ReplyReported,
-    RunPaused,
-    RunRestored,
-    RunResumed,
-    RunStarted,
-    StopHeld,
-    TimeStarted,
-    ToolCallSettled,
-    ToolCallsRequested,
-    ToolCallWithdrawn,
-    UserTurned,
-)
+from budgetguard_core.events import Event
 from budgetguard_core.guard import Guard
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.run_state import plain
 from budgetguard_core.sinks import Sink
+from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stop_state import as_mode
 from budgetguard_core.tree import as_sink
 
@@ -122,17 +98,17 @@ class Replay:
             ) from None
 
     def _apply(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, past.RunStarted):
             self._start(event)
-        elif isinstance(event, RunRestored):
+        elif isinstance(event, past.RunRestored):
             self._restore(event)
-        elif event.run_id not in self._guards:
+        elif event.run_id in self._guards:
+            self._tell(self._guards[event.run_id], event)
+        else:
             raise CheckpointError(
                 f"event {event.seq}: run {event.run_id!r} has no start in this log. "
                 "Replay the log from its beginning."
             )
-        else:
-            self._tell(self._guards[event.run_id], event)
 
     def end(self) -> Guard:
         """Return the guard of the root, whose time goes on from here.
@@ -145,7 +121,7 @@ class Replay:
         self._clock.go_on()
         return self.root
 
-    def _start(self, event: RunStarted) -> None:
+    def _start(self, event: past.RunStarted) -> None:
         recorded = Budget.from_json(event.budget)
         if event.parent_run_id is not None and event.parent_run_id in self._guards:
             names = (event.parent_run_id, *event.beside)
@@ -168,10 +144,7 @@ class Replay:
             self.root = self.root or guard
         self._guards[event.run_id] = guard
 
-    def _restore(self, event: RunRestored) -> None:
-        # Not at import: most logs have none.
-        from budgetguard_core.snapshot import Snapshot
-
+    def _restore(self, event: past.RunRestored) -> None:
         snapshot = Snapshot.model_validate(event.snapshot)
         budget = self._budget or Budget.from_json(snapshot.budget or {})
         # A given budget makes the attempt a fresh one; the recorded one had its own counters.
@@ -196,98 +169,58 @@ class Replay:
             self._tickets[event.run_id, open_call.call_id] = ticket
 
     def _tell(self, guard: Guard, event: Event) -> None:
-        if isinstance(event, ModelCallAdmitted | ModelCallRefused):
-            _check_cost(event.call.cost_usd, event)
-            decision = guard.admit_model_call(replace(event.call))
-            if isinstance(event, ModelCallAdmitted) and isinstance(decision, Admit):
-                self._tickets[event.run_id, event.call_id] = decision
-        elif isinstance(event, ModelCallSettled):
-            ticket = self._tickets.pop((event.run_id, event.call_id), None)
-            if ticket is not None:
-                guard.settle_model_call(
-                    ticket,
-                    event.usage,
-                    error=event.error,
-                    model=event.model,
-                    cost_usd=_dollars(event.given_cost_usd, event),
-                )
-        elif isinstance(event, ModelCallWithdrawn):
-            ticket = self._tickets.pop((event.run_id, event.call_id), None)
-            if ticket is not None:
-                guard.withdraw(ticket)
-        elif isinstance(event, ToolCallsRequested):
-            decisions = guard.admit_tool_calls(
-                [
-                    ToolCall(
-                        name=call.name, id=call.id, kind=call.kind, fingerprint=call.fingerprint
-                    )
-                    for call in event.calls
+        match event:
+            case past.ModelCallAdmitted() | past.ModelCallRefused():
+                _check_cost(event.call.cost_usd, event)
+                decision = guard.admit_model_call(replace(event.call))
+                if isinstance(event, past.ModelCallAdmitted) and isinstance(decision, Admit):
+                    self._tickets[event.run_id, event.call_id] = decision
+            case past.ToolCallsRequested():
+                calls = [
+                    ToolCall(name=one.name, id=one.id, kind=one.kind, fingerprint=one.fingerprint)
+                    for one in event.calls
                 ]
-            )
-            for call, answer in zip(event.calls, decisions, strict=True):
-                if call.call_id is not None and isinstance(answer, Admit):
-                    self._tickets[event.run_id, call.call_id] = answer
-        elif isinstance(event, ToolCallSettled):
-            ticket = self._tickets.pop((event.run_id, event.call_id), None)
-            if ticket is not None:
-                guard.settle_tool_call(
-                    ticket,
-                    error=event.error,
-                    result_fingerprint=event.fingerprint,
-                    # Logs of others may hold the text's digest alone.
-                    error_fingerprint=event.error_fingerprint or event.fingerprint,
-                    alike=event.alike,
-                )
-        elif isinstance(event, ToolCallWithdrawn):
-            ticket = self._tickets.pop((event.run_id, event.call_id), None)
-            if ticket is not None:
-                guard.withdraw(ticket, waits=event.waits)
-        elif isinstance(event, StopHeld):
-            guard.hold(event.violation)
-        elif isinstance(event, LimitNearlyReached):
-            if (
-                any(event.dimension == one.reason for one in DIMENSIONS)
-                and plain(getattr(guard.budget, event.dimension)) == event.limit
+                answers = guard.admit_tool_calls(calls)
+                for call, answer in zip(event.calls, answers, strict=True):
+                    if call.call_id is not None and isinstance(answer, Admit):
+                        self._tickets[event.run_id, call.call_id] = answer
+            case (
+                past.ModelCallSettled()
+                | past.ToolCallSettled()
+                | past.ModelCallWithdrawn()
+                | past.ToolCallWithdrawn()
             ):
-                with guard.tree.lock:
-                    guard.state.counters.warn((event.dimension,))
-        elif isinstance(event, Aborted):
-            guard.abort(event.detail)
-        elif isinstance(event, BudgetExtended):
-            self._extend(guard, Budget.from_json(event.budget))
-        elif isinstance(event, ProgressReported):
-            guard.report_progress(ProgressReport(event.subgoal, event.estimate))
-        elif isinstance(event, UserTurned):
-            guard.user_turn()
-        elif isinstance(event, ReplyReported):
-            guard.report_reply("", speaker=event.speaker, fingerprint=event.fingerprint)
-        elif isinstance(event, NudgeTaken):
-            guard.take_nudge()
-        elif isinstance(event, TimeStarted):
-            guard.start()
-        elif isinstance(event, IterationsRestarted):
-            guard.state.restart_iterations()
-        elif isinstance(event, Checked):
-            guard.check()
-        elif isinstance(event, RunPaused):
-            guard.pause(self._open(guard, event))
-        elif isinstance(event, RunResumed):
-            guard.go_on(self._open(guard, event))
-        elif isinstance(event, HousekeepingBegan):
-            guard.clock.begin_housekeeping(self._waiting(event), answers_for=event.answers_for)
-        elif isinstance(event, HousekeepingEnded):
-            guard.clock.end_housekeeping(self._waiting(event))
+                ticket = self._tickets.pop((event.run_id, event.call_id), None)
+                if ticket is not None:
+                    _end(guard, ticket, event)
+            case past.LimitNearlyReached():
+                is_cap = any(event.dimension == one.reason for one in DIMENSIONS)
+                if is_cap and plain(getattr(guard.budget, event.dimension)) == event.limit:
+                    with guard.tree.lock:
+                        guard.state.counters.warn((event.dimension,))
+            case past.BudgetExtended():
+                self._extend(guard, Budget.from_json(event.budget))
+            case past.RunPaused():
+                guard.pause(self._waiting(event, guard))
+            case past.RunResumed():
+                guard.go_on(self._waiting(event, guard))
+            case past.HousekeepingBegan():
+                guard.clock.begin_housekeeping(self._waiting(event), answers_for=event.answers_for)
+            case past.HousekeepingEnded():
+                guard.clock.end_housekeeping(self._waiting(event))
+            case _:
+                _tell_fact(guard, event)
 
-    def _waiting(self, event: HousekeepingBegan | HousekeepingEnded) -> list[Admit]:
-        """Find the calls by number; they are those of the runs above."""
-        return [one for (_, number), one in self._tickets.items() if number in event.waiting]
-
-    def _open(self, guard: Guard, event: RunPaused | RunResumed) -> list[Admit]:
-        """Find the calls by number. Under another budget they may never have started."""
+    def _waiting(
+        self,
+        event: past.RunPaused | past.RunResumed | past.HousekeepingBegan | past.HousekeepingEnded,
+        within: Guard | None = None,
+    ) -> list[Admit]:
+        """Find the open calls by number; of one run and its sub-agents, where it is given."""
         return [
             ticket
-            for (_, call_id), ticket in self._tickets.items()
-            if call_id in event.waiting and _is_part(ticket.guard, guard)
+            for (_, number), ticket in self._tickets.items()
+            if number in event.waiting and (within is None or _is_part(ticket.guard, within))
         ]
 
     def _extend(self, guard: Guard, extended: Budget) -> None:
@@ -297,6 +230,57 @@ class Replay:
         }
         if raised and guard.trip is None:
             guard.extend(**raised)
+
+
+def _tell_fact(guard: Guard, event: Event) -> None:
+    """Repeat what a guard was told besides its calls."""
+    match event:
+        case past.StopHeld():
+            guard.hold(event.violation)
+        case past.Aborted():
+            guard.abort(event.detail)
+        case past.ProgressReported():
+            guard.report_progress(ProgressReport(event.subgoal, event.estimate))
+        case past.ReplyReported():
+            guard.report_reply("", speaker=event.speaker, fingerprint=event.fingerprint)
+        case past.UserTurned():
+            guard.user_turn()
+        case past.NudgeTaken():
+            guard.take_nudge()
+        case past.TimeStarted():
+            guard.start()
+        case past.IterationsRestarted():
+            guard.state.restart_iterations()
+        case past.Checked():
+            guard.check()
+        case _:
+            pass  # what the guard has recorded by itself
+
+
+def _end(guard: Guard, ticket: Admit, event: Event) -> None:
+    """Settle or withdraw a call."""
+    match event:
+        case past.ModelCallSettled():
+            guard.settle_model_call(
+                ticket,
+                event.usage,
+                error=event.error,
+                model=event.model,
+                cost_usd=_dollars(event.given_cost_usd, event),
+            )
+        case past.ToolCallSettled():
+            guard.settle_tool_call(
+                ticket,
+                error=event.error,
+                result_fingerprint=event.fingerprint,
+                # Logs of others may hold the text's digest alone.
+                error_fingerprint=event.error_fingerprint or event.fingerprint,
+                alike=event.alike,
+            )
+        case past.ToolCallWithdrawn():
+            guard.withdraw(ticket, waits=event.waits)
+        case _:
+            guard.withdraw(ticket)
 
 
 def _is_part(below: Guard | None, above: Guard) -> bool:
@@ -336,11 +320,11 @@ class _Numbers:
         self._last: dict[str, int] = {}
 
     def check(self, event: Event) -> None:
-        parent = event.parent_run_id if isinstance(event, RunStarted) else None
+        parent = event.parent_run_id if isinstance(event, past.RunStarted) else None
         root = self._roots.get(parent or event.run_id)
-        begins = isinstance(event, RunStarted) and parent not in self._roots
+        begins = isinstance(event, past.RunStarted) and parent not in self._roots
         # A part of a run that goes on from a snapshot stays in the log of the whole.
-        restored = isinstance(event, RunRestored) and root in (None, event.run_id)
+        restored = isinstance(event, past.RunRestored) and root in (None, event.run_id)
         if root is None or begins or restored:
             root = event.run_id
         elif event.seq != self._last[root] + 1:

@@ -64,19 +64,7 @@ def restored(
     fresh: bool,
     sinks: Sequence[Sink | Callable[[Event], object]] = (),
 ) -> _G:
-    """Return a guard that was made for a run that goes on, with what the snapshot knows of it.
-
-    Args:
-        snapshot: What is known of the run.
-        guard: The guard. One that has counted something already is left as it is.
-        tools: Its tool calls.
-        fresh: It has a fresh budget, whose caps count from zero.
-        sinks: What takes its events from now on.
-
-    Raises:
-        CheckpointError: A tenant paid for the run that does not pay for this guard; or the
-            snapshot does not fit together.
-    """
+    """Return a guard that was made for a run that goes on, with what the snapshot knows of it."""
     state: RunState = guard.state
     tree = state.tree
     if state.counters.used[MODEL_CALLS] or state.counters.used[TOOL_CALLS]:
@@ -117,7 +105,7 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
     state.completed_tool_calls += snapshot.completed()
     mine.largest_output = snapshot.largest_output
     if snapshot.occurrences is not None:
-        tools.occurrences = Occurrences.from_state(snapshot.occurrences)
+        tools.occurrences = Occurrences(**snapshot.occurrences)
     for ticket in tickets:
         if isinstance(ticket.call, ToolCall) and ticket.call.id:
             # Made again after the restart, it is the same call.
@@ -160,7 +148,7 @@ def _set_aside(guards: Sequence[Any], ticket: Admit, by: int) -> None:
 def _ticket_of(state: RunState, open_call: OpenCall, first: int) -> Admit:
     """Make a ticket again, so that its call can still be settled."""
     call = open_call.to_call()
-    ticket = Admit().answers(state.guard, call, first + open_call.call_id)
+    ticket = Admit(state.guard, call, first + open_call.call_id)
     if isinstance(call, ModelCall) and call.model is not None:
         ticket.rates = state.tree.price_book.rates_for(call.model, call.provider)
     for name in RESERVED:

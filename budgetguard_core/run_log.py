@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from budgetguard_core.events import Event, RunStarted
-from budgetguard_core.records import encoded_line
-from budgetguard_core.sinks import Sink
+from budgetguard_core.sinks import Lines, Sink
 
 FOLDER = "BUDGETGUARD_LOG"
 """The environment variable that names the folder."""
@@ -17,21 +17,17 @@ FOLDER = "BUDGETGUARD_LOG"
 _NAME_LENGTH = 100
 
 
-class RunLog:
+class RunLog(Lines):
     """The log of one run and its sub-agents: a file of its own in a folder, named after the run.
 
     The file is opened for each event and not kept open: nobody has to close it, however many runs
     there are and however they end. An event is one write at the end of the file, so a reader sees
     whole lines, and a killed process loses none.
-
-    Args:
-        folder: The folder; it is made if it is missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._path: Path | None = None
-        self._torn = False
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
@@ -43,15 +39,9 @@ class RunLog:
                 name = f"{file_name(event.run_id)}.jsonl"
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / name
-        line = encoded_line(event) + b"\n"
-        if self._torn:
-            line = b"\n" + line
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            self._torn = True
-            while line:
-                line = line[os.write(descriptor, line) :]
-            self._torn = False
+            self.write(event, partial(os.write, descriptor))
         finally:
             os.close(descriptor)
 
@@ -69,11 +59,7 @@ class RunLog:
 def followed(
     sinks: Iterable[Sink | Callable[[Event], object]] | None,
 ) -> list[Sink | Callable[[Event], object]]:
-    """Return the sinks of one run, with the log that `BUDGETGUARD_LOG` asks for.
-
-    Args:
-        sinks: Those of the user's; None where nobody is to follow the run.
-    """
+    """Return the sinks of one run, with the log that `BUDGETGUARD_LOG` asks for."""
     if sinks is None:
         return []
     folder = os.environ.get(FOLDER)

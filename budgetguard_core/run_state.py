@@ -58,22 +58,6 @@ class RunState:
         wraps_up: Whether the model is still to be asked to finish.
     """
 
-    __slots__ = (
-        *("_early", "_reserving", "chain", "completed_tool_calls", "counters", "deciding"),
-        *(
-            "detector",
-            "guard",
-            "last_answer",
-            "mode",
-            "on_limit",
-            "on_warning",
-            "own_plugs",
-            "own_tools",
-            "plugs",
-        ),
-        *("falls_back", "stops", "tree", "wraps_up"),
-    )
-
     def __init__(
         self,
         guard: Any,
@@ -487,11 +471,7 @@ class RunState:
 
 
 def check_options(budget: object, run_id: object, on_warning: object) -> None:
-    """Check the arguments of a guard.
-
-    Raises:
-        ConfigurationError: One of them is of another type.
-    """
+    """Check the arguments of a guard."""
     if budget is not None and not isinstance(budget, Budget):
         raise ConfigurationError(
             f"budget must be a Budget, got {type(budget).__name__}. "
@@ -508,11 +488,7 @@ def check_options(budget: object, run_id: object, on_warning: object) -> None:
 
 
 def refuse_unknown(options: Mapping[str, object]) -> None:
-    """Return the error for an option that a guard does not have, with its place.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Return the error for an option that a guard does not have, with its place."""
     for name, value in options.items():
         field = name if name in Budget.model_fields else nearest_field(name)
         given = shown(value)

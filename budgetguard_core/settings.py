@@ -14,79 +14,71 @@ from budgetguard_core.errors import ConfigurationError, shown
 
 NS_PER_SECOND = 1_000_000_000
 
-_MOST = 10**18
+MOST = 10**18
 _MOST_SECONDS = 10**9
 _LONGEST_WORDS = 2000
 _DOLLAR_DIGITS = 15
 
 
-def _count(value: object) -> object:
-    if type(value) is not int or not 1 <= value <= _MOST:
-        raise ValueError(
-            f"must be a whole number >= 1, got {shown(value)}. Leave it out for the default."
-        )
-    return value
+def rule(
+    holds: Callable[[Any], Any], sentence: str, to: Callable[[Any], Any] = lambda value: value
+) -> BeforeValidator:
+    """Return a validator of one rule."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(sentence.format(shown(value)))
+        return to(value)
+
+    return BeforeValidator(check)
 
 
-def _cap(value: object) -> object:
-    if type(value) is int and value > _MOST:
+def is_whole(value: Any, least: int = 1, most: int = MOST) -> bool:
+    """Return whether a value is a whole number of this range; a bool is none."""
+    return type(value) is int and least <= value <= most
+
+
+def whole(
+    least: int = 1, most: int = MOST, end: str = "Leave it out for the default."
+) -> BeforeValidator:
+    """Return a validator of whole numbers."""
+    span = f">= {least}" if most >= 10**6 else f"from {least} to {most}"
+    sentence = f"must be a whole number {span}, got {{}}. {end}"
+    return rule(lambda value: is_whole(value, least, most), sentence)
+
+
+def number(
+    what: str, least: float, most: float, end: str, *, above: bool = False, optional: bool = False
+) -> BeforeValidator:
+    """Return a validator of numbers, which are kept as floats; a bool is none."""
+
+    def holds(value: Any) -> bool:
+        if value is None:
+            return optional
+        if type(value) not in (int, float) or not least <= value <= most:
+            return False
+        return not (above and value == least)
+
+    return rule(
+        holds,
+        f"must be {what}, got {{}}. {end}",
+        lambda value: value if value is None else float(value),
+    )
+
+
+def are_names(value: Any) -> bool:
+    """Return whether a value is a list of texts."""
+    return isinstance(value, list | tuple | set | frozenset) and all(
+        isinstance(name, str) and name for name in cast("Iterable[Any]", value)
+    )
+
+
+def _cap(value: Any) -> Any:
+    if type(value) is int and value > MOST:
         # A number without end overflows what it is compared with.
-        raise ValueError(f"must be <= {_MOST}, got more. Use None for no cap.")
-    if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
+        raise ValueError(f"must be <= {MOST}, got more. Use None for no cap.")
+    if value is not None and not is_whole(value):
         raise ValueError(f"must be a whole number >= 1, got {shown(value)}. Use None for no cap.")
-    return value
-
-
-def _number(value: object) -> float | None:
-    # A bool is an int to Python, and never a number of seconds.
-    return float(value) if type(value) in (int, float) else None  # type: ignore[arg-type]
-
-
-def _seconds(value: object) -> object:
-    number = _number(value)
-    if number is None or not 0 < number <= _MOST_SECONDS:
-        raise ValueError(
-            f"must be a number of seconds > 0 and <= {_MOST_SECONDS}, got {shown(value)}. "
-            "Leave it out for the default."
-        )
-    return number
-
-
-def _seconds_or_zero(value: object) -> object:
-    number = _number(value)
-    if number is None or not 0 <= number <= _MOST_SECONDS:
-        raise ValueError(
-            f"must be a number of seconds >= 0 and <= {_MOST_SECONDS}, got {shown(value)}. "
-            "Leave it out for 0."
-        )
-    return number
-
-
-def _percentage(value: object) -> object:
-    number = _number(value)
-    if number is None or not 0 < number <= 100:
-        raise ValueError(
-            f"must be a percentage > 0 and <= 100, got {shown(value)}. Use 50 for 50 %."
-        )
-    return number
-
-
-def _share(value: object) -> object:
-    if type(value) is not float or not 0 < value < 1:
-        raise ValueError(f"must be a share between 0 and 1, got {shown(value)}. Use 0.8 for 80 %.")
-    return value
-
-
-def _share_or_none(value: object) -> object:
-    return None if value is None else _share(value)
-
-
-def _words(value: object) -> object:
-    if not isinstance(value, str) or not 1 <= len(value.strip()) <= _LONGEST_WORDS:
-        raise ValueError(
-            f"must be a text of 1 to {_LONGEST_WORDS} characters, got {shown(value)}. "
-            "Leave it out for ours."
-        )
     return value
 
 
@@ -111,40 +103,64 @@ def _dollars(value: object) -> object:
     return amount
 
 
-def _names(value: Any) -> object:
-    if isinstance(value, list | tuple | set | frozenset):
-        names: list[Any] = [
-            one.__name__ if isinstance(one, type) and issubclass(one, BaseException) else one
-            for one in cast("Iterable[Any]", value)
-        ]
-        if all(isinstance(name, str) and name for name in names):
-            return tuple(names)
-    raise ValueError(
-        f"must be a list of exception types, or of their names or patterns, got {shown(value)}. "
-        'Use [TimeoutError, "*RateLimit*"].'
+def _exceptions(value: Any) -> Any:
+    """Return the names of exceptions that are given as types or names."""
+    if not isinstance(value, list | tuple | set | frozenset):
+        return value
+    return [
+        one.__name__ if isinstance(one, type) and issubclass(one, BaseException) else one
+        for one in cast("Iterable[Any]", value)
+    ]
+
+
+def _share(*, optional: bool) -> BeforeValidator:
+    return rule(
+        lambda value: (optional and value is None) or (type(value) is float and 0 < value < 1),
+        "must be a share between 0 and 1, got {}. Use 0.8 for 80 %.",
     )
 
 
-Count: TypeAlias = Annotated[int, BeforeValidator(_count)]
+_OF_SECONDS = f"a number of seconds {{}} 0 and <= {_MOST_SECONDS}"
+
+Count: TypeAlias = Annotated[int, whole()]
 """A whole number >= 1."""
 Cap: TypeAlias = Annotated[int | None, BeforeValidator(_cap)]
 """A whole number >= 1, or None for no cap."""
-Seconds: TypeAlias = Annotated[float, BeforeValidator(_seconds)]
+Seconds: TypeAlias = Annotated[
+    float,
+    number(_OF_SECONDS.format(">"), 0, _MOST_SECONDS, "Leave it out for the default.", above=True),
+]
 """Seconds > 0."""
-SecondsOrZero: TypeAlias = Annotated[float, BeforeValidator(_seconds_or_zero)]
+SecondsOrZero: TypeAlias = Annotated[
+    float, number(_OF_SECONDS.format(">="), 0, _MOST_SECONDS, "Leave it out for 0.")
+]
 """Seconds >= 0."""
-Percentage: TypeAlias = Annotated[float, BeforeValidator(_percentage)]
+Percentage: TypeAlias = Annotated[
+    float, number("a percentage > 0 and <= 100", 0, 100, "Use 50 for 50 %.", above=True)
+]
 """More than 0 and at most 100."""
-Share: TypeAlias = Annotated[float, BeforeValidator(_share)]
+Share: TypeAlias = Annotated[float, _share(optional=False)]
 """Between 0 and 1, both left out."""
-OptionalShare: TypeAlias = Annotated[float | None, BeforeValidator(_share_or_none)]
+OptionalShare: TypeAlias = Annotated[float | None, _share(optional=True)]
 """Between 0 and 1, both left out, or None for none."""
-Words: TypeAlias = Annotated[str, BeforeValidator(_words)]
+Words: TypeAlias = Annotated[
+    str,
+    rule(
+        lambda value: isinstance(value, str) and 1 <= len(value.strip()) <= _LONGEST_WORDS,
+        f"must be a text of 1 to {_LONGEST_WORDS} characters, got {{}}. Leave it out for ours.",
+    ),
+]
 """Words for a model."""
 Dollars: TypeAlias = Annotated[Decimal | None, BeforeValidator(_dollars)]
 """US dollars > 0, exact, or None for no cap."""
 ExceptionNames: TypeAlias = Annotated[
-    tuple[str | type[BaseException], ...], BeforeValidator(_names)
+    tuple[str | type[BaseException], ...],
+    rule(
+        lambda value: are_names(_exceptions(value)),
+        "must be a list of exception types, or of their names or patterns, got {}. "
+        'Use [TimeoutError, "*RateLimit*"].',
+        lambda value: tuple(_exceptions(value)),
+    ),
 ]
 """Names or patterns of exception types; a type that is given is kept as its name."""
 
@@ -166,7 +182,7 @@ class Frozen(dict[str, Any]):
 
 
 class Settings(BaseModel):
-    """The settings of a breaker: frozen, by keyword only, without unknown fields.
+    """Settings: frozen, by keyword only, without unknown fields.
 
     Raises:
         ConfigurationError: A field makes no sense: rule, value, way out.
@@ -179,7 +195,7 @@ class Settings(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the settings, changed as `update` says; unlike pydantic's, the copy is validated."""
         del deep  # nothing in them can be changed, so a shallow copy is as good
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | dict(update or {})))
 
     # Hidden from type checkers, which know the fields from pydantic and would see only Any here.
@@ -189,27 +205,51 @@ class Settings(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise ConfigurationError(_sentences(type(self), error)) from None
+                raise configuration_error(type(self), error) from None
 
 
-def _sentences(model: type[BaseModel], error: ValidationError) -> str:
+# Rule and way out of what pydantic refuses by itself.
+_RULES = {
+    "callable_type": (
+        "must be a function",
+        'Use a function of yours; for stop_when, tool_called("submit").',
+    ),
+    "dict_type": ("must be a mapping of names", "Leave it out for none."),
+    "literal_error": ("must be {expected}", "Leave it out for the default."),
+    "model_type": ("must be a {class_name} or its fields", "Use {class_name}(...){none}."),
+    "string_type": ("must be a text", "Leave it out for none."),
+    "tuple_type": ("must be a list or a tuple", "Put what is one in brackets."),
+}
+
+
+def configuration_error(
+    model: type[BaseModel],
+    error: ValidationError,
+    nearest: Callable[[str], str | None] | None = None,
+) -> ConfigurationError:
     """Turn pydantic's report into one sentence per problem: rule, value, way out."""
     sentences: list[str] = []
     for problem in error.errors(include_url=False):
         name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            known = ", ".join(model.model_fields)
-            sentences.append(
-                f"{name} is not a field of {model.__name__}, got {shown(problem['input'])}. "
-                f"Use one of: {known}."
-            )
-        elif problem["type"] == "value_error":
-            sentences.append(f"{name} {problem['msg'].removeprefix('Value error, ')}".strip())
-        elif problem["type"] == "missing":
-            sentences.append(f"{name} must be given, got nothing. Pass {name}=...")
+        kind, message, value = problem["type"], problem["msg"], shown(problem["input"])
+        if kind == "extra_forbidden":
+            near = nearest and nearest(name)
+            way_out = f"Use {near}" if near else f"Use one of: {', '.join(model.model_fields)}"
+            text = f"is not a field of {model.__name__}, got {value}. {way_out}."
+        elif kind == "missing":
+            text = f"must be given, got nothing. Pass {name}=..."
+        elif kind in _RULES:
+            # Deeper down, None is not always a choice.
+            none = "" if "." in name else "; None goes without it"
+            facts = {"none": none, **problem.get("ctx", {})}
+            broken, way_out = (part.format(**facts) for part in _RULES[kind])
+            text = f"{broken}, got {value}. {way_out}"
+        elif kind == "value_error":
+            text = message.removeprefix("Value error, ")
         else:
-            sentences.append(f"{name}: {problem['msg']}, got {shown(problem['input'])}.")
-    return "\n".join(sentences)
+            text = f"{message}, got {value}."
+        sentences.append(f"{name} {text}".strip())
+    return ConfigurationError("\n".join(sentences))
 
 
 def nanoseconds(seconds: float) -> int:
@@ -222,9 +262,6 @@ class BulkheadConfig(Settings):
 
     Names and defaults are those of resilience4j's documentation
     (https://resilience4j.readme.io/docs/bulkhead).
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     max_concurrent_calls: Count = 25
@@ -233,20 +270,12 @@ class BulkheadConfig(Settings):
     """Seconds that a call may wait for a place. With 0, one that finds none is refused at once."""
 
 
-_LARGEST_WINDOW = 100_000
-
 _LONGEST_TEXT = 200
 
 CallOutcome: TypeAlias = Literal["success", "failure", "ignored"]
 
 
-def _window_size(value: object) -> object:
-    if type(value) is not int or not 1 <= value <= _LARGEST_WINDOW:
-        raise ValueError(
-            f"must be a whole number from 1 to {_LARGEST_WINDOW}, got {shown(value)}. "
-            "Leave it out for 100."
-        )
-    return value
+_WindowSize: TypeAlias = Annotated[int, whole(1, 100_000, "Leave it out for 100.")]
 
 
 class CircuitBreakerConfig(Settings):
@@ -255,9 +284,6 @@ class CircuitBreakerConfig(Settings):
     The defaults are resilience4j's, made for services with many calls a second. An agent calls a
     tool far less often: for one, begin with `sliding_window_size=10, minimum_number_of_calls=5,
     permitted_number_of_calls_in_half_open_state=2, slow_call_duration_threshold=30`.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     failure_rate_threshold: Percentage = 50.0
@@ -266,9 +292,9 @@ class CircuitBreakerConfig(Settings):
     """Percentage of slow calls in the window at which the breaker opens."""
     slow_call_duration_threshold: Seconds = 60.0
     """Seconds; a call that takes longer is slow, whether it fails or not."""
-    permitted_number_of_calls_in_half_open_state: Annotated[int, BeforeValidator(_window_size)] = 10
+    permitted_number_of_calls_in_half_open_state: _WindowSize = 10
     """Trial calls when half-open. The last of them to end closes the breaker or opens it again."""
-    sliding_window_size: Annotated[int, BeforeValidator(_window_size)] = 100
+    sliding_window_size: _WindowSize = 100
     """The last calls, so many, by which the breaker goes."""
     minimum_number_of_calls: Count = 100
     """Calls that the window must hold before a rate is judged: at most its size."""
@@ -313,23 +339,21 @@ def _matches(patterns: tuple[str | type[BaseException], ...], names: list[str]) 
     return any(fnmatchcase(name, cast("str", pattern)) for pattern in patterns for name in names)
 
 
-def _rate(value: object) -> object:
-    if type(value) not in (int, float) or not 1e-6 <= value <= 1e6:  # type: ignore[operator]
-        raise ValueError(
-            f"must be a number of calls per second from 1E-6 to 1E+6, got {shown(value)}. "
-            "Use 0.5 for one call in two seconds."
-        )
-    return float(value)  # type: ignore[arg-type]
+_Rate: TypeAlias = Annotated[
+    float,
+    number(
+        "a number of calls per second from 1E-6 to 1E+6",
+        1e-6,
+        1e6,
+        "Use 0.5 for one call in two seconds.",
+    ),
+]
 
 
 class RateLimit(Settings):
-    """How often the tools that it is for may be called, together.
+    """How often the tools that it is for may be called, together."""
 
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
-
-    rate: Annotated[float, BeforeValidator(_rate)]
+    rate: _Rate
     """Calls per second in the long run; a token comes back every 1/rate seconds."""
     burst: Count = 1
     """Calls that may start at once after a pause: the size of the bucket."""
@@ -342,9 +366,6 @@ class VelocityLimits(Settings):
 
     A call counts when it starts, with what is reserved for it, and is corrected when it ends. The
     call that reaches a ceiling is the last: the next one is not admitted and the run is stopped.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     max_tokens_per_minute: Cap = None
@@ -358,12 +379,7 @@ class VelocityLimits(Settings):
     61 seconds at most."""
 
 
-def _rows(value: object) -> object:
-    if type(value) is not int or not 2 <= value <= 10**6:
-        raise ValueError(
-            f"must be a whole number >= 2, got {shown(value)}. Leave it out for the default."
-        )
-    return value
+_Rows: TypeAlias = Annotated[int, whole(2, 10**6)]
 
 
 class ProgressReports(Settings):
@@ -372,17 +388,14 @@ class ProgressReports(Settings):
     At a standstill the model is corrected first. The run is stopped with `stalled` when its next
     report shows no change, or does not come. It is the planner who reports: a sub-agent is asked
     only where its own budget says so, as one that lacks the tool would be stopped for its silence.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     every_iterations: Count = 10
     """Iterations without a report after which the model is asked for one."""
-    same_subgoal: Annotated[int, BeforeValidator(_rows)] = 3
+    same_subgoal: _Rows = 3
     """Reports in a row with the same `next_subgoal` that are a standstill. Case, white space and
     punctuation do not matter."""
-    flat_estimate: Annotated[int, BeforeValidator(_rows)] = 3
+    flat_estimate: _Rows = 3
     """Reports in a row whose `estimated_remaining_steps` does not fall that are a standstill."""
     unanswered: Count = 2
     """Requests in a row without a report that are a standstill."""
@@ -393,39 +406,45 @@ _MOST_TOOLS = 1024
 _LONGEST_NAME = 200
 
 
-def _tools(value: Any) -> object:
-    if isinstance(value, Mapping) and value:
-        tools = dict(cast("Mapping[Any, Any]", value))
-        names = all(isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME for name in tools)
-        counts = all(type(count) is int and 1 <= count <= 10**12 for count in tools.values())
-        if names and counts and len(tools) <= _MOST_TOOLS:
-            return tools
-    raise ValueError(
-        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {shown(value)}. "
-        "Record it with ToolMixBaseline.of(runs)."
+def _are_tools(value: Any) -> bool:
+    if (
+        not isinstance(value, Mapping)
+        or not 0 < len(cast("Mapping[Any, Any]", value)) <= _MOST_TOOLS
+    ):
+        return False
+    return all(
+        isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and is_whole(count, 1, 10**12)
+        for name, count in cast("Mapping[Any, Any]", value).items()
     )
 
 
-def _alpha(value: object) -> object:
-    if type(value) is not float or not 0 < value <= 0.5:
-        raise ValueError(
-            f"must be a probability > 0 and <= 0.5, got {shown(value)}. Leave it out for 0.001."
-        )
-    return value
+_Tools: TypeAlias = Annotated[
+    Mapping[str, int],
+    rule(
+        _are_tools,
+        f"must map 1 to {_MOST_TOOLS} tool names to whole numbers >= 1, got {{}}. "
+        "Record it with ToolMixBaseline.of(runs).",
+        dict,
+    ),
+    AfterValidator(Frozen),
+]
+_Alpha: TypeAlias = Annotated[
+    float,
+    rule(
+        lambda value: type(value) is float and 0 < value <= 0.5,
+        "must be a probability > 0 and <= 0.5, got {}. Leave it out for 0.001.",
+    ),
+]
 
 
 class ToolMixBaseline(Settings):
-    """How often runs of this kind call their tools; recorded, kept as JSON.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
+    """How often runs of this kind call their tools; recorded, kept as JSON."""
 
     format_version: Literal[1] = 1
     """The form of this record."""
     runs: Count
     """Runs that were recorded."""
-    tools: Annotated[Mapping[str, int], BeforeValidator(_tools), AfterValidator(Frozen)]
+    tools: _Tools
     """Calls of each tool in all of them."""
 
     @classmethod
@@ -450,14 +469,11 @@ class ToolMix(Settings):
 
     The run is looked at when it has made `minimum_number_of_calls` tool calls, and each time that
     number has doubled.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     baseline: ToolMixBaseline
     """What is usual."""
-    alpha: Annotated[float, BeforeValidator(_alpha)] = 0.001
+    alpha: _Alpha = 0.001
     """How improbable the mix must be, from 0 to 1: the share of usual runs that would be reported
     at each look."""
     minimum_number_of_calls: Count = 20

@@ -17,7 +17,7 @@ from budgetguard_core.events import (
     TripObserved,
     Tripped,
 )
-from budgetguard_core.records import encoded_line, line_of
+from budgetguard_core.records import line_of
 
 _WARNINGS = (
     LimitNearlyReached,
@@ -45,8 +45,6 @@ class Sink(Protocol):
 class Listener:
     """A plain callable as a sink."""
 
-    __slots__ = ("emit",)
-
     def __init__(self, function: Callable[[Event], object]) -> None:
         # The function itself: each event saves a call.
         self.emit: Any = function
@@ -55,7 +53,24 @@ class Listener:
         """Do nothing: a callable keeps nothing back."""
 
 
-class JsonLinesSink:
+class Lines:
+    """Events as lines of JSON, each written in whole."""
+
+    torn = False
+    """The last line is a half one, as a killed process or a full disk leaves it."""
+
+    def write(self, event: Event, write: Callable[[bytes], int]) -> None:
+        """Write an event's line; a half one before it does not swallow it."""
+        line = f"{line_of(event)}\n".encode()
+        if self.torn:
+            line = b"\n" + line
+        self.torn = True
+        while line:
+            line = line[write(line) :]
+        self.torn = False
+
+
+class JsonLinesSink(Lines):
     """A trajectory log: one JSON object a line, appended to a file.
 
     Each line reaches the operating system at once, so a killed process loses none; `flush` also
@@ -64,8 +79,9 @@ class JsonLinesSink:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file: IO[bytes] = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by close()
-        # A killed process, or a full disk, leaves half a line that must not swallow the next one.
-        self._torn = self._ends_in_half_a_line()
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            self.torn = self._file.read(1) != b"\n"
 
     def __enter__(self) -> Self:
         return self
@@ -75,14 +91,7 @@ class JsonLinesSink:
 
     def emit(self, event: Event) -> None:
         """Append the event's line."""
-        line = encoded_line(event) + b"\n"
-        if self._torn:
-            line = b"\n" + line
-        self._torn = True
-        left = len(line) - self._file.write(line)
-        while left:
-            left -= self._file.write(line[-left:])
-        self._torn = False
+        self.write(event, self._file.write)
 
     def flush(self) -> None:
         """Write what was appended to the disk (fsync)."""
@@ -91,13 +100,6 @@ class JsonLinesSink:
     def close(self) -> None:
         """Close the file; the sink cannot be used after it. Leaving a `with` block does it too."""
         self._file.close()
-
-    def _ends_in_half_a_line(self) -> bool:
-        size = self._file.seek(0, os.SEEK_END)
-        if size == 0:
-            return False
-        self._file.seek(size - 1)
-        return self._file.read(1) != b"\n"
 
 
 class LoggingSink:

@@ -27,12 +27,6 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS budgetguard_messages(run_id TEXT, place INT, message TEXT "
     "NOT NULL, PRIMARY KEY(run_id, place)) WITHOUT ROWID",
 )
-# A child of a process with an open file would take the parent's locks for its own.
-_NO_FORK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # pragma: no branch - Windows has no fork
-    os.register_at_fork(
-        before=_NO_FORK.acquire, after_in_parent=_NO_FORK.release, after_in_child=_NO_FORK.release
-    )
 
 
 class SqliteStore:
@@ -195,7 +189,7 @@ class SqliteStore:
         with lock.acquire(timeout=_BUSY_SECONDS, poll_interval=_POLL_SECONDS):
             self._path.touch(mode=0o600)
             _make_private(self._path)
-            with _NO_FORK, closing(_connect(self._path)) as db:
+            with closing(_connect(self._path)) as db:
                 db.execute("PRAGMA journal_mode = WAL")
                 db.execute("PRAGMA synchronous = FULL")
                 yield db

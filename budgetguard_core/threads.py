@@ -43,27 +43,9 @@ def _start(original: Callable[..., Any]) -> Callable[..., Any]:
         frame = FRAME.get()
         if frame is None or thread.name.startswith(_OURS) or thread.ident is not None:
             return original(thread)
-        attributes = vars(thread)
-        own = attributes.get("run")
-
-        def run() -> None:
-            # First of all, so that the thread does not keep itself.
-            forget()
-            _within(frame, thread.run)()
-
-        def forget() -> None:
-            if own is None:
-                attributes.pop("run", None)
-            else:
-                attributes["run"] = own
-
         # On the instance: a class of the user's has a `run` of its own.
-        attributes["run"] = run
-        try:
-            return original(thread)
-        except BaseException:
-            forget()
-            raise
+        vars(thread)["run"] = _within(frame, thread.run)
+        return original(thread)
 
     return start
 
@@ -100,22 +82,14 @@ def _methods() -> list[tuple[type, str, Callable[..., Any]]]:
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
     from multiprocessing.pool import Pool
 
-    names = [
-        "apply_async",
-        "map",
-        "map_async",
-        "starmap",
-        "starmap_async",
-        "imap",
-        "imap_unordered",
-    ]
+    names = ("apply_async", "map", "map_async", "starmap", "starmap_async", "imap")
     # A timer has a `start` of its own where an instrumentation gave it one.
     starts = [one for one in (threading.Thread, threading.Timer) if "start" in vars(one)]
     return [
         *((one, "start", _start) for one in starts),
         (ThreadPoolExecutor, "submit", _of_a_pool),
         (ProcessPoolExecutor, "submit", _of_a_pool),
-        *((Pool, name, _of_a_pool) for name in names),
+        *((Pool, name, _of_a_pool) for name in (*names, "imap_unordered")),
     ]
 
 

@@ -39,14 +39,7 @@ _Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
 
 
 class ToolCalls:
-    """The tool calls of one run.
-
-    Attributes:
-        records: Id, name and status of the latest that ended, the oldest first.
-        occurrences: Which of the calls that agree in id, name and arguments is which.
-    """
-
-    __slots__ = ("_state", "occurrences", "records")
+    """The tool calls of one run."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -58,7 +51,7 @@ class ToolCalls:
         state = self._state
         tree, chain, detector = state.tree, state.chain, state.detector
         if not chain:
-            return [Admit().answers(state.guard, call, 0) for call in calls]
+            return [Admit(state.guard, call, 0) for call in calls]
         ignored = _NOTHING if detector is None else detector.ignored
         for call in calls:
             if call.fingerprint is None:
@@ -171,7 +164,7 @@ class ToolCalls:
         elif call.kind == "handoff" and trip is not None:
             return self._refused(call, Stop(trip))
         state.tree.call_id += 1
-        ticket = Admit().answers(state.guard, call, state.tree.call_id)
+        ticket = Admit(state.guard, call, state.tree.call_id)
         if call.id:
             ticket.occurrence = self.occurrences.count(call)
         if call.kind != "hosted":
@@ -187,7 +180,7 @@ class ToolCalls:
         trip = self._state.ask(ask, {}, now)
         refusal = ask.refusal if trip is None else Stop(trip)
         if refusal is not None:
-            ticket = Admit().answers(self._state.guard, ask.call, 0)
+            ticket = Admit(self._state.guard, ask.call, 0)
             ticket.holds = ask.holds
             self._state.end_holds(ticket, WITHDRAWN, now)
         return refusal

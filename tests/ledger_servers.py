@@ -21,6 +21,7 @@ from budgetguard_core.clock import SystemClock
 from budgetguard_core.ledger.postgres import PostgresLedgerStore
 from budgetguard_core.ledger.redis import RedisLedgerStore
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
+from budgetguard_core.ledger.step import WindowRecord, ceiling_name
 
 REDIS = os.environ.get("BUDGETGUARD_TEST_REDIS", "redis://127.0.0.1:6379/0")
 POSTGRES = os.environ.get(
@@ -148,7 +149,7 @@ class Place:
             import psycopg
 
             with psycopg.connect(self._postgres, autocommit=True) as db:
-                for table in ("notes", "windows", "holds", "ceilings"):
+                for table in ("notes", "windows", "holds"):
                     extra = " WHERE name <> 'format'" if table == "notes" else ""
                     db.execute(f"DELETE FROM {self.name}.bg_{table}{extra}")
 
@@ -164,6 +165,18 @@ class Place:
 
             with psycopg.connect(self._postgres, autocommit=True) as db:
                 db.execute(f"DROP SCHEMA {self.name} CASCADE")
+
+
+def window_of(store, key, label):
+    """A store's record of a window, also of one that was never used."""
+    found = [one for one in store.windows(key) if one.label == label]
+    return found[0] if found else WindowRecord(key, label)
+
+
+def set_ceiling(store, key, kind, ceiling):
+    """Store a ceiling, or take it away."""
+    text = None if ceiling is None else " ".join(map(str, ceiling))
+    store.write(ceiling_name(key, kind), text)
 
 
 def free_port():

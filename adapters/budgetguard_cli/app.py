@@ -14,11 +14,10 @@ from typer.core import TyperGroup
 
 from budgetguard_cli import ledger
 from budgetguard_cli.calibrate import calibrate
-from budgetguard_cli.demo.command import demo
-from budgetguard_cli.doctor.command import doctor
+from budgetguard_cli.demo import demo
+from budgetguard_cli.doctor import doctor
 from budgetguard_cli.kill import kill, revive
 from budgetguard_cli.quickstart import quickstart
-from budgetguard_cli.reconcile import reconcile
 from budgetguard_cli.replay import replay
 from budgetguard_cli.report import report
 from budgetguard_cli.run.command import run
@@ -87,7 +86,7 @@ for _panel, _functions in _PANELS.items():
         # The arguments of a script are its own, not those of `run`.
         _settings = {"allow_interspersed_args": False}
         app.command(rich_help_panel=_panel, context_settings=_settings)(run)
-for _function in (ledger.show, ledger.runs, ledger.export, reconcile, ledger.check, ledger.adopt):
+for _function in (ledger.show, ledger.reconcile, ledger.check, ledger.adopt):
     _ledger.command()(_function)
 _ledger.command("set")(ledger.set_ceilings)
 app.add_typer(_ledger, name="ledger", rich_help_panel="Tenants")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -74,6 +74,45 @@ class Measured:
         """How many runs the figures are of."""
         return len(self.figures.get("max_model_calls", ()))
 
+    @property
+    def reserve(self) -> FinalizeReserve | None:
+        """The part of their budget that is kept back for a last answer."""
+        return None if self.budget is None else self.budget.finalize_reserve
+
+    def proposals(self) -> list[Proposal]:
+        """Return the caps that the runs speak for."""
+        # Half of the runs without a price say nothing of the other half.
+        whole = {name: one for name, one in self.figures.items() if len(one) == self.usable}
+        found = (propose(name, one, labelled=self.labelled) for name, one in whole.items())
+        return [one for one in found if one is not None]
+
+    def whole_cap(self, one: Proposal) -> Figure:
+        """Return the cap to write: runs that ended by themselves used nothing of the reserve."""
+        held = None if self.reserve is None else self.reserve.of_caps().get(one.dimension)
+        # Only caps on tokens and dollars have one, in their own unit.
+        return one.cap if held is None else cast("Figure", cast("Any", one.cap) + held)
+
+    def summary(self) -> str:
+        """Return what the runs are, in a sentence."""
+        reasons = ", ".join(f"{count:,} {name}" for name, count in sorted(self.stopped.items()))
+        return (
+            f"{counted(self.runs, 'run')}, {self.usable:,} used"
+            f"{'' if self.labelled else ' (unlabelled)'}, {self.stopped.total():,} ended by a "
+            f"limit{f' ({reasons})' if reasons else ''}, {self.unfinished:,} unfinished and "
+            f"{self.left_out:,} that failed or were aborted left out"
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Return the counts for machines."""
+        return {
+            "runs": self.runs,
+            "used": self.usable,
+            "labelled": self.labelled,
+            "stopped": dict(sorted(self.stopped.items())),
+            "unfinished": self.unfinished,
+            "left_out": self.left_out,
+        }
+
 
 def calibrate(
     files: Logs,
@@ -118,29 +157,35 @@ def calibrate(
     """
     if config is not None and not check:
         refuse("--config needs --check: it names the caps to check. Give both.")
-    groups, problems = _measured(files, profile, labelled)
+    groups: dict[str, Measured] = {}
+    found, problems = read_runs(files)
+    for run in found:
+        if run.damaged is None:
+            groups.setdefault(run.root.profile or profile, Measured(labelled)).add(run)
     if check:
-        wrong = [_checked(name, group, config, as_json) for name, group in groups.items()]
+        wrong = [_checked(name, groups[name], config, as_json) for name in sorted(groups)]
         if not groups:
             refuse("the files hold no run. Name logs of runs.")
         if any(wrong) or problems:
             raise typer.Exit(1)
         return
-    proposals = {name: list(_proposals(group)) for name, group in groups.items()}
-    if as_json:
-        for name, group in groups.items():
+    anything = False
+    for name, group in sorted(groups.items()):
+        proposals = group.proposals()
+        anything |= bool(proposals)
+        if as_json:
             write_json(
                 *(
-                    {"type": "proposal", "profile": name, **_plain_proposal(one, group)}
-                    for one in proposals[name]
+                    {"type": "proposal", "profile": name, **asdict(one)}
+                    | {"cap": group.whole_cap(one), "labelled": group.labelled}
+                    for one in proposals
                 ),
-                {"type": "profile", "profile": name, **_plain_group(group)},
+                {"type": "profile", "profile": name, **group.plain()},
             )
-    else:
-        for name, group in groups.items():
-            _show_proposals(name, group, proposals[name])
-        typer.echo(_toml(groups, proposals), nl=False)
-    if not any(proposals.values()):
+        else:
+            _show(name, group, proposals)
+            typer.echo(_toml(name, group, proposals), nl=False)
+    if not anything:
         refuse(
             f"nothing can be proposed: {FEWEST} runs of one profile that ended by themselves are "
             f"needed, got {max((one.usable for one in groups.values()), default=0)} at most."
@@ -151,89 +196,70 @@ def calibrate(
 
 def _checked(name: str, group: Measured, config: Path | None, as_json: bool) -> bool:
     """Show the findings on the caps of one profile, and return whether there are any."""
-    budget = group.budget or Budget()
-    if config is not None or name != _UNNAMED:
-        budget = _caps(name, config, group.budget)
+    try:
+        budget = group.budget or (Budget() if name == _UNNAMED else load_profile(name).budget)
+        if config is not None:
+            budget = Profiles(config).get(name).budget
+    except BudgetGuardError as error:
+        refuse(str(error))
     found = list(audit(budget, group.figures, runs=group.runs, stopped=group.stopped))
     if as_json:
         write_json(
             *({"type": "finding", "profile": name, **asdict(one)} for one in found),
-            {"type": "profile", "profile": name, "findings": len(found), **_plain_group(group)},
+            {"type": "profile", "profile": name, "findings": len(found), **group.plain()},
         )
         return bool(found)
-    say(f"{name}: {_summary(group)}")
+    say(f"{name}: {group.summary()}", *(f"  {_sentence(one)}" for one in found))
     if group.usable < FEWEST:
         say(f"  not judged: fewer than {FEWEST} runs ended by themselves")
-    say(*(f"  {_sentence(one)}" for one in found))
-    if group.usable >= FEWEST and not found:
+    elif not found:
         say("  nothing wrong")
     return bool(found)
 
 
-def _measured(
-    files: Sequence[str], profile: str, labelled: bool
-) -> tuple[dict[str, Measured], int]:
-    groups: dict[str, Measured] = {}
-    found, problems = read_runs(files)
-    for run in found:
-        if run.damaged is None:
-            groups.setdefault(run.root.profile or profile, Measured(labelled)).add(run)
-    return dict(sorted(groups.items())), problems
+def _show(name: str, group: Measured, proposals: Sequence[Proposal]) -> None:
+    say(f"{name}: {group.summary()}", errors=True)
+    if group.usable < FEWEST:
+        say(f"  nothing proposed: fewer than {FEWEST} runs ended by themselves", errors=True)
+        return
+    numbers = ("p50", "p95", "p99", "max", "proposed", "at most cut")
+    rows = table("cap", *numbers, right=numbers)
+    notes: list[str] = []
+    for one in proposals:
+        spread = one.measured
+        figures = map(figure, (spread.p50, spread.p95, spread.p99, spread.maximum, one.cap))
+        rows.add_row(one.dimension, *figures, f"{one.exceeds:.2%}")
+        interval = f"{figure(one.low)} to {figure(one.high)}"
+        notes.append(f"  {one.dimension}: {_basis(one)}, 95 % interval {interval}")
+    for dimension, known in group.figures.items():
+        if len(known) < group.usable:
+            only = f"it is known of {len(known):,} of the runs only"
+            notes.append(f"  {dimension}: nothing proposed, {only}")
+    if group.estimated:
+        part = "in part or in whole"
+        notes.append(f"  the tokens of {group.estimated:,} runs are estimates, {part}")
+    say(rows, *notes, errors=True)
 
 
-def _proposals(group: Measured) -> Iterator[Proposal]:
-    for dimension in DIMENSIONS:
-        figures = group.figures.get(dimension, ())
-        # Half of the runs without a price say nothing of the other half.
-        if len(figures) == group.usable:
-            found = propose(dimension, figures, labelled=group.labelled)
-            if found is not None:
-                yield found
-
-
-def _reserve(group: Measured) -> FinalizeReserve | None:
-    return None if group.budget is None else group.budget.finalize_reserve
-
-
-def _whole_cap(one: Proposal, group: Measured) -> Figure:
-    """Return the cap to write: runs that ended by themselves used nothing of the reserve."""
-    reserve = _reserve(group)
-    held = None if reserve is None else reserve.of_caps().get(one.dimension)
-    # Only caps on tokens and dollars have one, in their own unit.
-    return one.cap if held is None else cast("Figure", cast("Any", one.cap) + held)
-
-
-def _caps(name: str, config: Path | None, recorded: Budget | None) -> Budget:
-    try:
-        if config is not None:
-            return Profiles(config).get(name).budget
-        return recorded or load_profile(name).budget
-    except BudgetGuardError as error:
-        refuse(str(error))
-
-
-def _toml(groups: dict[str, Measured], proposals: dict[str, list[Proposal]]) -> str:
-    lines: list[str] = []
-    for name, found in proposals.items():
-        if not found:
-            continue
-        group = groups[name]
-        lines += [
-            f"# {group.usable} runs measured{'' if group.labelled else ', unlabelled'}"
-            f"{', provisional: measure more' if found[0].provisional else ''}.",
-            f"[profiles.{_quoted(name)}]",
-            f'version = "calibrated-{group.usable}"',
-        ]
-        for one in found:
-            cap = _whole_cap(one, group)
-            held = "" if cap == one.cap else ", and the reserve"
-            lines.append(f"{one.dimension} = {_in_toml(cap)}  # {_basis(one)}{held}")
-        if (reserve := _reserve(group)) is not None:
-            given = reserve.model_dump(exclude_unset=True, exclude_none=True)
-            kept = ", ".join(f"{name} = {_in_toml(value)}" for name, value in given.items())
-            lines.append(f"finalize_reserve = {{ {kept} }}")
-        lines.append("")
-    return "".join(f"{line}\n" for line in lines)
+def _toml(name: str, group: Measured, proposals: Iterable[Proposal]) -> str:
+    found = list(proposals)
+    if not found:
+        return ""
+    lines = [
+        f"# {group.usable} runs measured{'' if group.labelled else ', unlabelled'}"
+        f"{', provisional: measure more' if found[0].provisional else ''}.",
+        f"[profiles.{_quoted(name)}]",
+        f'version = "calibrated-{group.usable}"',
+    ]
+    for one in found:
+        cap = group.whole_cap(one)
+        held = "" if cap == one.cap else ", and the reserve"
+        lines.append(f"{one.dimension} = {_in_toml(cap)}  # {_basis(one)}{held}")
+    if group.reserve is not None:
+        given = group.reserve.model_dump(exclude_unset=True, exclude_none=True)
+        kept = ", ".join(f"{name} = {_in_toml(value)}" for name, value in given.items())
+        lines.append(f"finalize_reserve = {{ {kept} }}")
+    return "".join(f"{line}\n" for line in (*lines, ""))
 
 
 def _quoted(name: str) -> str:
@@ -250,44 +276,6 @@ def _basis(one: Proposal) -> str:
     return f"{one.factor:g} x {one.basis}"
 
 
-def _show_proposals(name: str, group: Measured, proposals: Iterable[Proposal]) -> None:
-    say(f"{name}: {_summary(group)}", errors=True)
-    if group.usable < FEWEST:
-        say(f"  nothing proposed: fewer than {FEWEST} runs ended by themselves", errors=True)
-        return
-    numbers = ("p50", "p95", "p99", "max", "proposed", "at most cut")
-    rows = table("cap", *numbers, right=numbers)
-    for one in proposals:
-        spread = one.measured
-        rows.add_row(
-            one.dimension,
-            *map(figure, (spread.p50, spread.p95, spread.p99, spread.maximum, one.cap)),
-            f"{one.exceeds:.2%}",
-        )
-    say(rows, errors=True)
-    for one in proposals:
-        interval = f"{figure(one.low)} to {figure(one.high)}"
-        say(f"  {one.dimension}: {_basis(one)}, 95 % interval {interval}", errors=True)
-    for dimension in DIMENSIONS:
-        known = len(group.figures.get(dimension, ()))
-        if 0 < known < group.usable:
-            said = "nothing proposed, it is known of"
-            say(f"  {dimension}: {said} {known:,} of the runs only", errors=True)
-    if group.estimated:
-        said = "runs are estimates, in part or in whole"
-        say(f"  the tokens of {group.estimated:,} {said}", errors=True)
-
-
-def _summary(group: Measured) -> str:
-    stopped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(group.stopped.items()))
-    return (
-        f"{counted(group.runs, 'run')}, {group.usable:,} used"
-        f"{'' if group.labelled else ' (unlabelled)'}, {group.stopped.total():,} ended by a "
-        f"limit{f' ({stopped})' if stopped else ''}, {group.unfinished:,} unfinished and "
-        f"{group.left_out:,} that failed or were aborted left out"
-    )
-
-
 def _sentence(one: Finding) -> str:
     if one.dimension is None:
         often = "every one" if one.problem == "limits_always_fire" else "none"
@@ -299,18 +287,3 @@ def _sentence(one: Finding) -> str:
             f"{one.share:.1%} of them need more"
         )
     return f"{one.dimension} {cap} never fires: it is above five times p99, which is {p99}"
-
-
-def _plain_proposal(one: Proposal, group: Measured) -> dict[str, Any]:
-    return {**asdict(one), "cap": _whole_cap(one, group), "labelled": group.labelled}
-
-
-def _plain_group(group: Measured) -> dict[str, Any]:
-    return {
-        "runs": group.runs,
-        "used": group.usable,
-        "labelled": group.labelled,
-        "stopped": dict(sorted(group.stopped.items())),
-        "unfinished": group.unfinished,
-        "left_out": group.left_out,
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from getpass import getuser
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 
@@ -11,20 +11,10 @@ from budgetguard_cli.options import AsJson, LedgerUrl, opened_ledger
 from budgetguard_cli.screen import refuse, say, write_json
 
 
-class Target(TypedDict):
-    """The target of a kill switch."""
-
-    tenant: str | None
-    run: str | None
-    everything: bool
-
-
 def kill(
     url: LedgerUrl = None,
     tenant: Annotated[str | None, typer.Option(help="Stop this tenant.")] = None,
-    run: Annotated[
-        str | None, typer.Option(help="Stop this run; the beginning of its id is enough.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="Stop this run, by its whole id.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop everything.")] = False,
     why: Annotated[str, typer.Option(help="For the record, and in the run's outcome.")] = "",
     who: Annotated[str | None, typer.Option(help="You, if left out.")] = None,
@@ -36,17 +26,10 @@ def kill(
 
     Example: budgetguard kill --tenant acme --why "spends without end"
     """
-    target = _one(tenant, run, everything)
+    _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
-        if run is not None:
-            alive = {one.run for one in ledger.runs()}
-            begins = {run} & alive or {one for one in alive if one.startswith(run)}
-            if len(begins) > 1:
-                names = ", ".join(sorted(begins)[:5])
-                refuse(f"--run must begin one run's id, got {names}. Write more of it.")
-            # A run that is not alive yet may be killed too.
-            target["run"] = next(iter(begins), run)
-        done = ledger.kill(**target, who=who or _user(), why=why)
+        who = who or _user()
+        done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
         if as_json:
             write_json(done._asdict())
         else:
@@ -67,10 +50,10 @@ def revive(
 
     Example: budgetguard revive --tenant acme
     """
-    target = _one(tenant, run, everything)
+    _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
         before = {kill.flag: kill for kill in ledger.kills()}
-        ledger.revive(**target)
+        ledger.revive(tenant=tenant, run=run, everything=everything)
         left = ledger.kills()
     revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
     if as_json:
@@ -82,11 +65,10 @@ def revive(
     say(*(f"still killed: {kill.detail}" for kill in left))
 
 
-def _one(tenant: str | None, run: str | None, everything: bool) -> Target:
+def _one_of(tenant: str | None, run: str | None, everything: bool) -> None:
     given = (tenant is not None) + (run is not None) + everything
     if given != 1:
         refuse(f"exactly one of --tenant, --run and --all must be given, got {given}. Name one.")
-    return {"tenant": tenant, "run": run, "everything": everything}
 
 
 def _user() -> str:

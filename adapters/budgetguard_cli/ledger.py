@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+import datetime as dt
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
 from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
-from budgetguard_cli.windows import both, ceilings, instant, share, window
-from budgetguard_core.ledger import AliveRun, WindowUsage
-from budgetguard_core.ledger.amounts import Amount, to_dollars
+from budgetguard_core.ledger import WindowUsage
+from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
+from budgetguard_core.ledger.step import TTL_SECONDS, HoldRecord
 
-
-class _Figures(TypedDict):
-    usd: Decimal | None
-    tokens: int | None
+_KINDS = {"d": "day", "m": "month", "r": "of"}
+_SMALLEST_SHOWN = Decimal("0.000001")
 
 
 def show(
@@ -28,7 +26,7 @@ def show(
     past: Annotated[bool, typer.Option("--past", help="Earlier days and months too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tenants spent and reserved in each window, and how many runs are alive.
+    """Show what tenants spent and reserved in each window.
 
     Stored ceilings of which no window tells yet come below the table.
 
@@ -36,34 +34,28 @@ def show(
     """
     with opened_ledger(url) as ledger:
         rows = [row for row in ledger.windows() if tenant in (None, row.key)]
-        if not past:
-            rows = list(_latest(rows))
+        latest = {(row.key, row.window[0]): row for row in rows}  # in the order of their labels
+        rows = rows if past else [row for row in rows if row in latest.values()]
         if as_json:
-            write_json(*map(_record, rows))
+            write_json(*map(asdict, rows))
             return
-        alive = [run for run in ledger.runs() if not run.silent]
-        found = table("tenant", "window", "spent", "reserved", "ceiling", "used", "runs alive")
+        found = table("tenant", "window", "spent", "reserved", "ceiling", "used")
         for row in rows:
-            working = sum(row.key in run.tenant for run in alive)
             found.add_row(
                 cell(row.key),
-                window(row.window),
-                both(row.spent_usd, row.spent_tokens),
-                both(row.reserved_usd, row.reserved_tokens),
-                ceilings(row.ceiling_usd, row.ceiling_tokens),
-                share(row),
-                str(working) if row.window[0] == "d" else "",
+                f"{_KINDS[row.window[0]]} {row.window[2:]}",
+                _both(row.spent_usd, row.spent_tokens),
+                _both(row.reserved_usd, row.reserved_tokens),
+                _ceilings(row.ceiling_usd, row.ceiling_tokens),
+                _share(row),
             )
         say(found)
-        told = {
-            (row.key, row.window[0]): {"usd": row.ceiling_usd, "tokens": row.ceiling_tokens}
-            for row in rows  # the latest of a key comes last
-        }
+        told = {at: (row.ceiling_usd, row.ceiling_tokens) for at, row in latest.items()}
         for key, stored in sorted(ledger.ceilings().items()):
-            holds = {(key, kind): _figures(stored.get(kind, Amount())) for kind in "dm"}
+            holds = {(key, kind): _figures(stored.get(kind)) for kind in "dm"}
             if tenant in (None, key) and not holds.items() <= told.items():
-                say(_said(key, stored))
-        say(f"ledger {ledger.id} at {ledger.url}, {instant(ledger.now())}")
+                say(_stored(key, stored))
+        say(f"ledger {ledger.id} at {ledger.url}, {_instant(ledger.now())}")
         say(*(f"killed: {one.detail}" for one in ledger.kills()))
 
 
@@ -91,78 +83,107 @@ def set_ceilings(
     """
     if (tenant is None) != default:
         refuse("ledger set needs a tenant or --default, got neither or both. Name one.")
-    given = (daily_usd, monthly_usd, daily_tokens, monthly_tokens)
-    if clear == any(one is not None for one in given):
+    given = {"d": (daily_usd, daily_tokens), "m": (monthly_usd, monthly_tokens)}
+    if clear == any(one is not None for pair in given.values() for one in pair):
         refuse("ledger set needs ceilings or --clear, got neither or both. Use --daily-usd 20.")
+    periods = {"d": "daily", "m": "monthly"}
     with opened_ledger(url, may_be_new=True) as ledger:
         if clear:
             ledger.clear_ceilings(tenant)
         else:
             found = ledger.ceilings()
             stored = found.get(tenant or "") or found.get("", {})
-            day, month = stored.get("d", Amount()), stored.get("m", Amount())
-            ledger.set_ceilings(
-                tenant,
-                daily_usd=_dollars(daily_usd, day),
-                monthly_usd=_dollars(monthly_usd, month),
-                daily_tokens=_tokens(daily_tokens, day),
-                monthly_tokens=_tokens(monthly_tokens, month),
-                # Set in Python alone; what is not named stays.
-                daily_model_calls=day.model_calls or None,
-                daily_tool_calls=day.tool_calls or None,
-                monthly_model_calls=month.model_calls or None,
-                monthly_tool_calls=month.tool_calls or None,
-            )
+            ceilings: dict[str, Decimal | int | None] = {}
+            for kind, (usd, tokens) in given.items():
+                before = stored.get(kind, Amount())
+                old_usd, old_tokens = _figures(before)
+                ceilings |= {
+                    f"{periods[kind]}_usd": old_usd if usd is None else _number(usd, dollars),
+                    f"{periods[kind]}_tokens": old_tokens
+                    if tokens is None
+                    else _number(tokens, _whole),
+                    # Set in Python alone; what is not named stays.
+                    f"{periods[kind]}_model_calls": before.model_calls or None,
+                    f"{periods[kind]}_tool_calls": before.tool_calls or None,
+                }
+            ledger.set_ceilings(tenant, **ceilings)  # type: ignore[arg-type]
         now = ledger.ceilings().get(tenant or "", {})
-    figures = {
-        f"{period}_{unit}": figure
-        for period, kind in (("daily", "d"), ("monthly", "m"))
-        for unit, figure in _figures(now.get(kind, Amount())).items()
-    }
     if as_json:
-        write_json({"key": tenant, "own": bool(now), **figures})
+        record: dict[str, object] = {"key": tenant, "own": bool(now)}
+        for kind, period in periods.items():
+            record[f"{period}_usd"], record[f"{period}_tokens"] = _figures(now.get(kind))
+        write_json(record)
     else:
-        say(_said(tenant or "", now))
+        say(_stored(tenant or "", now))
 
 
-def _said(key: str, stored: Mapping[str, Amount]) -> str:
-    day, month = (_figures(stored.get(kind, Amount())) for kind in "dm")
-    said = f"a day {ceilings(**day)}, a month {ceilings(**month)}" if stored else "none of its own"
-    return f"ceilings of {printable(key) if key else 'the default'}: {said}"
+def reconcile(
+    url: LedgerUrl = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Settle the rest as if all of it had been spent.")
+    ] = False,
+    hold: Annotated[
+        str | None,
+        typer.Option(help="Only this one: settle it at --usd and --tokens, your word for it."),
+    ] = None,
+    usd: Annotated[
+        Decimal | None,
+        typer.Option(parser=dollars, help="What --hold really spent; all of it if left out."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="What --hold really used; all of it if left out.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List reservations whose process has gone, and settle them. They stay charged until then.
 
+    Below full value only after twice their time to live, on your word. Ends with 1 when some are
+    left.
 
-def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """List the runs that are alive, and those whose process is silent.
-
-    Example: budgetguard ledger runs --ledger redis://10.0.0.5:6379/0
+    Example: budgetguard ledger reconcile --full
     """
+    if (usd is not None or tokens is not None) != (hold is not None):
+        refuse("--hold needs --usd or --tokens, and they need --hold, got one without the other.")
     with opened_ledger(url) as ledger:
-        found = ledger.runs()
+        waiting = [one for one in ledger.expired_holds() if hold in (None, one.id)]
+        if hold is not None and not waiting:
+            refuse(
+                f"--hold must be on the list of what is to be reconciled, got "
+                f"{printable(hold)[:200]!r}. See `budgetguard ledger reconcile`."
+            )
+        results: list[tuple[HoldRecord, Amount | None, str]] = []
+        for one in waiting:
+            charged, said = None, "to be settled"
+            if hold is not None and ledger.now() < one.expires + TTL_SECONDS:
+                said = "its process may be alive: wait"
+            elif hold is not None or full:
+                amount = to_amount(
+                    to_dollars(one.charge.usd) if usd is None else usd,
+                    one.charge.tokens if tokens is None else tokens,
+                    *one.charge[2:],
+                )
+                charged = ledger.settle_hold(one, None if hold is None else amount)
+                said = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
+            results.append((one, charged, said))
     if as_json:
-        names = AliveRun.__dataclass_fields__
-        write_json(*({name: getattr(run, name) for name in names} for run in found))
-        return
-    rows = table("run", "tenant", "host", "process", "since", "heard of")
-    for run in found:
-        seen = "silent" if run.silent else instant(run.seen)
-        cells = (run.run, ", ".join(run.tenant), run.host, run.pid, instant(run.started), seen)
-        rows.add_row(*map(cell, cells))
-    say(rows if found else "no run is alive")
-
-
-def export(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Write every window that the ledger keeps to the standard output, as CSV or JSON.
-
-    Example: budgetguard ledger export > spent.csv
-    """
-    with opened_ledger(url) as ledger:
-        records = [_record(row) for row in ledger.windows()]
-    if as_json:
-        write_json(*records)
-        return
-    writer = csv.DictWriter(sys.stdout, [*WindowUsage.__dataclass_fields__], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**record, "key": _inert(record["key"])} for record in records)
+        write_json(*(_record(*one) for one in results))
+    else:
+        rows = table(
+            "reservation", "run or process", "tenant", "charged", "reported", "made", "result"
+        )
+        for one, _, said in results:
+            rows.add_row(
+                cell(one.id),
+                cell(one.owner),
+                cell(", ".join(dict(one.windows))),
+                _both(to_dollars(one.charge.usd), one.charge.tokens),
+                _both(to_dollars(one.spent.usd), one.spent.tokens),
+                _instant(one.made),
+                said,
+            )
+        say(rows if results else "nothing is to be reconciled")
+    if any(charged is None for _, charged, _ in results):
+        raise typer.Exit(1)
 
 
 def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
@@ -193,40 +214,60 @@ def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _latest(rows: Sequence[WindowUsage]) -> Iterable[WindowUsage]:
-    last = {(row.key, row.window[0]): row.window for row in rows}  # in the order of their labels
-    return (row for row in rows if last[row.key, row.window[0]] == row.window)
-
-
-def _record(row: WindowUsage) -> dict[str, object]:
-    return {name: getattr(row, name) for name in WindowUsage.__dataclass_fields__}
-
-
-def _inert(name: object) -> str:
-    # A spreadsheet takes a cell that begins so for a formula.
-    text = str(name)
-    return f"'{text}" if text[:1] in "=+-@" else text
-
-
-def _figures(ceiling: Amount) -> _Figures:
+def _record(one: HoldRecord, settled: Amount | None, result: str) -> dict[str, object]:
+    amounts = {"charged": one.charge, "reported": one.spent, "settled": settled}
     return {
-        "usd": to_dollars(ceiling.usd) if ceiling.usd else None,
-        "tokens": ceiling.tokens or None,
+        "id": one.id,
+        "owner": one.owner,
+        "keys": list(dict(one.windows)),
+        "made": one.made,
+        **{f"{name}_usd": found and to_dollars(found.usd) for name, found in amounts.items()},
+        **{f"{name}_tokens": found and found.tokens for name, found in amounts.items()},
+        "result": result,
     }
 
 
-def _dollars(text: str | None, stored: Amount) -> Decimal | None:
-    if text is None:
-        return _figures(stored)["usd"]
-    return None if text.lower() == "none" else dollars(text)
+def _stored(key: str, stored: Mapping[str, Amount]) -> str:
+    day, month = (_ceilings(*_figures(stored.get(kind))) for kind in "dm")
+    said = f"a day {day}, a month {month}" if stored else "none of its own"
+    return f"ceilings of {printable(key) if key else 'the default'}: {said}"
 
 
-def _tokens(text: str | None, stored: Amount) -> int | None:
-    if text is None:
-        return _figures(stored)["tokens"]
-    if text.lower() == "none":
-        return None
+def _figures(ceiling: Amount | None) -> tuple[Decimal | None, int | None]:
+    usd, tokens = (0, 0) if ceiling is None else (ceiling.usd, ceiling.tokens)
+    return to_dollars(usd) if usd else None, tokens or None
+
+
+def _number(text: str, read: Callable[[str], Decimal | int]) -> Decimal | int | None:
+    return None if text.lower() == "none" else read(text)
+
+
+def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         refuse(f"tokens must be a whole number, got {text[:40]!r}. Use 100000.")
+
+
+def _both(usd: Decimal, tokens: int) -> str:
+    return f"${usd.quantize(_SMALLEST_SHOWN).normalize():f}  {tokens:,} tokens"
+
+
+def _ceilings(usd: Decimal | None, tokens: int | None) -> str:
+    parts = [f"${usd:f}"] if usd is not None else []
+    parts += [f"{tokens:,} tokens"] if tokens is not None else []
+    return "  ".join(parts) or "none"
+
+
+def _share(row: WindowUsage) -> str:
+    """Return the share of its nearest ceiling that a window has used, spent and reserved."""
+    shares: list[Decimal] = []
+    if row.ceiling_usd:
+        shares.append((row.spent_usd + row.reserved_usd) / row.ceiling_usd)
+    if row.ceiling_tokens:
+        shares.append(Decimal(row.spent_tokens + row.reserved_tokens) / row.ceiling_tokens)
+    return f"{max(shares):.0%}" if shares else ""
+
+
+def _instant(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

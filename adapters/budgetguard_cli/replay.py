@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from budgetguard_cli.counted import REFUSED, Amounts, plain
+from budgetguard_cli.counted import REFUSED, Amounts, Counted, plain
 from budgetguard_cli.options import (
     AsJson,
     CountUnpricedAsZero,
@@ -27,7 +27,7 @@ from budgetguard_cli.options import (
 )
 from budgetguard_cli.runs import Run, read_runs
 from budgetguard_cli.screen import counted, in_dollars, printable, refuse, say, table, write_json
-from budgetguard_core import Budget, BudgetGuardError, Trip
+from budgetguard_core import Budget, BudgetGuardError
 from budgetguard_core.profiles import load_profile
 from budgetguard_core.stop import PRECEDENCE
 
@@ -72,19 +72,11 @@ def replay(
     model back is not assumed. Ends with 0, with 1 when a line could not be read (the rest is
     replayed), and with 2 when an option or a file is wrong.
     """
-    caps = {
-        "max_iterations": max_iterations,
-        "max_model_calls": max_model_calls,
-        "max_tool_calls": max_tool_calls,
-        "max_total_tokens": max_total_tokens,
-        "max_input_tokens": max_input_tokens,
-        "max_output_tokens": max_output_tokens,
-        "max_seconds": max_seconds,
-        "max_cost_usd": max_cost_usd,
-        "tool_quotas": _quotas(tool_quota or []),
-    }
+    caps = {name: cap for name, cap in locals().items() if name.startswith("max_")}
     given = budget_fields(
-        caps, loop_detection=loop_detection, count_unpriced_as_zero=count_unpriced_as_zero
+        {**caps, "tool_quotas": _quotas(tool_quota or [])},
+        loop_detection=loop_detection,
+        count_unpriced_as_zero=count_unpriced_as_zero,
     )
     try:
         own = Budget(**given)
@@ -96,12 +88,12 @@ def replay(
     found, problems = read_runs(logs, candidate=budget)
     # What does not fit together is left out: it would only pull the figures down.
     runs = [run for run in found if run.damaged is None]
-    stopped = [(run, trip) for run in runs if (trip := _trip(run)) is not None]
     figures = _figures(runs, budget, problems)
+    stopped = [run for run in runs if _candidate(run).trip is not None]
     if as_json:
-        write_json(*(_plain(*one) for one in stopped), figures)
+        write_json(*map(_plain, stopped), figures)
     else:
-        _show(figures, [run for run, _ in stopped if run.root.status == "completed"], budget)
+        _show(figures, [run for run in stopped if run.root.status == "completed"], budget)
     if problems:
         raise typer.Exit(1)
 
@@ -117,23 +109,22 @@ def _quotas(given: Sequence[str]) -> dict[str, int]:
     return quotas
 
 
-def _trip(run: Run) -> Trip | None:
-    return None if run.candidate is None else run.candidate.trip
+def _candidate(run: Run) -> Counted:
+    return cast("Counted", run.candidate)  # all runs were read with one
 
 
 def _saved(run: Run) -> Amounts:
     # A candidate that allows more than the recorded budget goes on where the log ends.
-    if run.candidate is None or run.candidate.trip is None:
-        return Amounts()
-    return run.recorded.amounts - run.candidate.amounts
+    candidate = _candidate(run)
+    return Amounts() if candidate.trip is None else run.recorded.amounts - candidate.amounts
 
 
 def _figures(runs: Sequence[Run], budget: Budget, problems: int) -> dict[str, Any]:
     """Return the figures of all runs together."""
-    stopped = [(run, trip.reason) for run in runs if (trip := _trip(run)) is not None]
-    reasons = Counter(reason for _, reason in stopped)
+    trips = [(run.root.status, trip) for run in runs if (trip := _candidate(run).trip) is not None]
+    reasons = Counter(trip.reason for _, trip in trips)
     statuses = Counter(run.root.status for run in runs)
-    of_stopped = Counter(run.root.status for run, _ in stopped)
+    of_stopped = Counter(status for status, _ in trips)
     recorded = sum((run.recorded.amounts for run in runs), Amounts())
     return {
         "type": "all",
@@ -146,7 +137,7 @@ def _figures(runs: Sequence[Run], budget: Budget, problems: int) -> dict[str, An
         "runaways_stopped": of_stopped["terminated"],
         "recorded": plain(recorded),
         "saved": plain(sum(map(_saved, runs), Amounts())),
-        "breakers": sum((run.candidate.refused for run in runs if run.candidate), Counter[str]()),
+        "breakers": sum((_candidate(run).refused for run in runs), Counter[str]()),
         "lines_not_read": problems,
         "notes": list(_notes(runs, recorded, problems)),
     }
@@ -176,7 +167,7 @@ def _show(found: dict[str, Any], cut: Sequence[Run], budget: Budget) -> None:
         rows.add_row(name, value)
     say(rows)
     for run in cut[:_SHOWN]:
-        trip = _trip(run)
+        trip = _candidate(run).trip
         say(f"cut: {run.file}:{run.line}, run {run.root.run_id}: {trip and trip.detail}")
     if len(cut) > _SHOWN:
         say(f"cut: {len(cut) - _SHOWN} more, see --json")
@@ -184,14 +175,15 @@ def _show(found: dict[str, Any], cut: Sequence[Run], budget: Budget) -> None:
         say(f"Note: {note}")
 
 
-def _plain(run: Run, trip: Trip) -> dict[str, object]:
+def _plain(run: Run) -> dict[str, object]:
+    trip = _candidate(run).trip
     return {
         "type": "stopped_run",
         "file": run.file,
         "line": run.line,
         "run_id": run.root.run_id,
-        "reason": str(trip.reason),
-        "detail": trip.detail,
+        "reason": trip and str(trip.reason),
+        "detail": trip and trip.detail,
         "succeeded": run.root.status == "completed",
         "runaway": run.root.status == "terminated",
         "recorded": plain(run.recorded.amounts),

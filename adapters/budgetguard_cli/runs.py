@@ -64,6 +64,14 @@ class Spent:
     tokens: int = 0
     cost_usd: Decimal = Decimal(0)
 
+    def add(self, other: Spent) -> None:
+        """Add what another run spent on it."""
+        self.calls += other.calls
+        self.failed += other.failed
+        self.refused += other.refused
+        self.tokens += other.tokens
+        self.cost_usd += other.cost_usd
+
 
 @dataclass
 class Node:
@@ -189,8 +197,7 @@ class Run:
         found = Spent()
         for node in self.nodes.values():
             for spent in node.models.values():
-                found.tokens += spent.tokens
-                found.cost_usd += spent.cost_usd
+                found.add(spent)
         return found
 
     def models(self) -> list[str]:

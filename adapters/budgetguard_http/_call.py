@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from decimal import Decimal
-from hashlib import blake2b
 from typing import Final
 
 from budgetguard_core import Trip
@@ -20,16 +20,14 @@ from budgetguard_core.kit import (
     reported_cost,
 )
 from budgetguard_http._billing import TIERS, tier_of
-from budgetguard_http._conversations import Conversation
+from budgetguard_http._conversations import Conversation, Traffic
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
 from budgetguard_http._refusal import Refusal, RunStopped
-from budgetguard_http._runs import Traffic, is_own, traffic_of
-from budgetguard_http.protocols import EMBEDDINGS, OPAQUE
-from budgetguard_http.protocols.embeddings import embedding_cost
-from budgetguard_http.protocols.protocol import Answer, Body, Reader, listed, parsed, record
+from budgetguard_http._runs import is_own, traffic_of
+from budgetguard_http.protocols import OPAQUE
+from budgetguard_http.protocols.protocol import Answer, Body, Reader, parsed, record
 
-_MOST_FAILED: Final = 256
 _FREE: Final = Decimal(0)
 _FEMTO: Final = 10**15
 _UNKNOWN_ANSWER: Final = 1024
@@ -45,48 +43,40 @@ class AnsweredWith(Exception):
         self.status_code = status
 
 
+@dataclass(eq=False)
 class Call:
     """A call that was admitted.
 
-    Args:
-        run: The run that it is charged to.
+    Attributes:
+        run: The run that it is made in.
+        at: The run that has admitted it: that of its conversation, or the same.
         opened: Its admission.
         posted: The request.
         policy: What is exempt, and whether usage is asked for.
         traffic: What is remembered of the run's calls.
         conversation: The conversation that it goes on; None where a layer above knows that.
-        length: How many turns the request has.
-
-    Attributes:
+        length: How many turns the request has, as its caller has them.
         answer: What is known of the answer so far.
         asked_for_usage: The request asks for the stream's usage on the caller's behalf.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        opened: OpenModelCall,
-        posted: Posted,
-        policy: Policy,
-        traffic: Traffic,
-        conversation: Conversation | None,
-        length: int,
-    ) -> None:
-        self.run = run
-        self._traffic = traffic
-        self.opened = opened
-        self.posted = posted
-        self.answer = Answer()
-        self.asked_for_usage = False
-        self._policy = policy
-        self._conversation = conversation
-        # As its caller has them: a nudge may be a turn of its own.
-        self._length = length
-        self._cost: Decimal | None = None
-        self._told = 0
-        self._is_over = False
-        self._tier = posted.tier
-        self._reader: Reader | None = None
+    run: Run
+    at: Run
+    opened: OpenModelCall
+    posted: Posted
+    policy: Policy
+    traffic: Traffic
+    conversation: Conversation | None
+    length: int
+    answer: Answer = field(default_factory=Answer)
+    asked_for_usage: bool = False
+    _cost: Decimal | None = None
+    _told: int = 0
+    _is_over: bool = False
+    _reader: Reader | None = None
+
+    def __post_init__(self) -> None:
+        self._tier = self.posted.tier
 
     # The request
 
@@ -96,9 +86,9 @@ class Call:
         protocol, body = posted.protocol, posted.body
         if posted.is_signed or not body:
             return None
-        bound, conversation = opened.max_output_tokens, self._conversation
+        bound, conversation = opened.max_output_tokens, self.conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
-        may_ask = posted.is_streamed and self._policy.ask_for_usage
+        may_ask = posted.is_streamed and self.policy.ask_for_usage
         is_told = opened.nudge or (conversation and conversation.nudges)
         if not (is_to_bind or may_ask or is_told or opened.fallback_model):
             return None
@@ -111,35 +101,19 @@ class Call:
             body["model"] = opened.fallback_model
         if may_ask and protocol.ask_for_usage(body):
             self.asked_for_usage = True
-        try:
-            return self._changed(known, is_whole=bool(told))
-        finally:
-            if self.asked_for_usage:
-                # A synthetic answer has what the caller asked for.
-                body["stream_options"] = known.get("stream_options")
-
-    def _changed(self, known: Body, *, is_whole: bool) -> bytes | None:
-        posted, body = self.posted, self.posted.body
-        if is_whole or not known.items() <= body.items():
-            return _json(body)
-        added = {name: value for name, value in body.items() if name not in known}
-        raw = posted.raw.strip()
-        if not added:
-            return None
-        if raw[:1] != b"{" or raw[-1:] != b"}":  # UTF-16
-            return _json(body)
-        # Most of it is the conversation, which need not be written again.
-        return raw[:-1] + b"," + _json(added)[1:]
+        content = _json(body) if told or body != known else None
+        if self.asked_for_usage:
+            # A synthetic answer has what the caller asked for.
+            body["stream_options"] = known.get("stream_options")
+        return content
 
     def _to_tell(self) -> list[str]:
-        nudge, conversation = self.opened.nudge, self._conversation
+        nudge, conversation = self.opened.nudge, self.conversation
         if conversation is None:
             return [] if nudge is None else [nudge]
         if nudge is not None:
             conversation.nudges.append(nudge)
-        nudges, posted = conversation.nudges, self.posted
-        if nudges and not posted.protocol.takes_words(posted.body):
-            return []
+        nudges = conversation.nudges
         # Until there is an answer: an attempt that failed has told nobody.
         self._told = len(nudges)
         return list(dict.fromkeys(nudges))
@@ -150,11 +124,6 @@ class Call:
         """Take a whole answer."""
         body = parsed(content)
         if body is None:
-            # The chunks of a stream in an array, as Gemini writes them.
-            chunks, reader = listed(content), self.reader()
-            if reader is not None:
-                for chunk in chunks:
-                    reader.take("", chunk)
             self.over()
             return
         if b"cost" in content:  # all names of it
@@ -163,14 +132,15 @@ class Call:
 
     def parsed(self, body: Body) -> None:
         """Take a whole answer that was parsed before; as `whole`."""
-        self.posted.protocol.read(body, self.answer)
+        self.reader().whole(body)
         self._served(body)
         self.over()
 
-    def reader(self) -> Reader | None:
-        """Return what reads a stream; None for one that is not understood."""
-        self._reader = self.posted.protocol.reader(
-            self.answer, body=self.posted.body, hides_usage=self.asked_for_usage
+    def reader(self) -> Reader:
+        """Return what reads the answer."""
+        protocol = self.posted.protocol
+        self._reader = protocol.reader_type(
+            self.answer, protocol, self.posted.body, hides_usage=self.asked_for_usage
         )
         return self._reader
 
@@ -200,35 +170,23 @@ class Call:
         usage = answer.usage
         if usage is None or usage.estimated:
             self._project()
-        cost = self._cost
-        if opened.call.cost_usd is _FREE:
-            cost = _FREE
-        elif self.posted.protocol is EMBEDDINGS and usage is not None:
-            cost = embedding_cost(self.posted.model, usage.total_tokens)
-        elif cost is None and usage is not None:
-            factor = TIERS.get(self._tier or "")
-            if factor is not None:
-                cost = _in_tier(self.run, self.posted, usage, factor)
-        at = self._at
-        at.answered(
-            opened,
-            usage,
-            text="".join(answer.text),
-            model=answer.model,
-            cost_usd=cost,
-        )
+        at, cost = self.at, self._cost
+        own = _price(self.run, self.posted, self.policy, usage, self._tier)
+        if cost is None or own is _FREE:
+            cost = own
+        at.answered(opened, usage, text="".join(answer.text), model=answer.model, cost_usd=cost)
         self._answered(usage)
         if answer.is_cut and not answer.calls:
             at.cut_short(opened)
 
     def _answered(self, usage: TokenUsage | None) -> None:
-        conversation, answer = self._conversation, self.answer
+        conversation, answer = self.conversation, self.answer
         if conversation is None:
             return
         conversation.prompt.measured(usage)
         conversation.usage = usage
         if answer.hosted:
-            run = self._traffic.conversations.seat(conversation)
+            run = self.traffic.seat(conversation)
             for call in run.batch(answer.hosted):
                 run.start(call)
                 run.finished(call, "reported")
@@ -239,7 +197,7 @@ class Call:
         self._replied()
 
     def _replied(self) -> None:
-        conversation, posted, answer = self._conversation, self.posted, self.answer
+        conversation, posted, answer = self.conversation, self.posted, self.answer
         if conversation is None or self._is_over:
             return
         self._is_over = True
@@ -248,7 +206,7 @@ class Call:
         for call in answer.calls:
             if call.name == forced:
                 call.kind = "output"
-        self._traffic.conversations.answered(conversation, posted.protocol, self._length, answer)
+        self.traffic.answered(conversation, self.length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -261,7 +219,7 @@ class Call:
             written="".join(self.answer.text),
             reported=self.answer.usage,
         )
-        self._at.answered(self.opened, used, model=self.answer.model)
+        self.at.answered(self.opened, used, model=self.answer.model)
         if self._reader is not None:
             self._reader.end()
             if self.answer.calls:
@@ -277,36 +235,21 @@ class Call:
             return
         self._project()
         self.opened.measured = self.answer.usage
-        self._at.failed(self.opened, error, written="".join(self.answer.text))
-        traffic = self._traffic
-        with traffic.lock:
-            digest = _digest(self.posted.raw)
-            traffic.failed[digest] = traffic.failed.pop(digest, 0) + 1
-            while len(traffic.failed) > _MOST_FAILED:
-                del traffic.failed[next(iter(traffic.failed))]
+        self.at.failed(self.opened, error, written="".join(self.answer.text))
+        self.traffic.failed(self.posted.raw)
 
     def take_back(self) -> None:
         """Take the call back: no model was called."""
-        self._at.take_back(self.opened)
+        self.at.take_back(self.opened)
 
     def refusal(self, trip: Trip | None) -> Refusal:
-        """Return what the client gets after the call was taken back, or cut.
-
-        Args:
-            trip: Why; None where the run knows.
-        """
+        """Return what the client gets after the call was taken back, or cut."""
         ended = trip or self.run.check() or self.run.guard.trip
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
-        if self._conversation is not None:
-            self._conversation.missed(self.posted.protocol, self.posted.body)
+        if self.conversation is not None:
+            self.conversation.missed(self.posted.body)
         return Refusal(self.run, self.posted, ended, is_side_call=False)
-
-    @property
-    def _at(self) -> Run:
-        conversation = self._conversation
-        admitted = None if conversation is None else conversation.admitted_by
-        return admitted or self.run
 
     def _project(self) -> None:
         call = self.opened.call
@@ -325,17 +268,13 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     protocol, body = posted.protocol, posted.body
     turns = () if is_below else protocol.turns(body)
     if not is_below and protocol.is_conversation:
-        conversation = traffic.conversations.of(protocol, body, turns)
+        conversation = traffic.of(protocol, body, turns)
         asked = conversation.run or run
-        conversation.admitted_by = asked
-    retry = posted.is_next_attempt or not protocol.is_turn
-    if traffic.failed:
-        # Only then is there anything to try again.
-        retry = _was_failed(traffic, posted.raw) or posted.says_that_it_is_a_retry() or retry
+    retry = traffic.has_failed(posted.raw) or posted.is_retry or not protocol.is_turn
     bound, choices = protocol.bound(body), protocol.choices(body)
     call = ModelCall(
         model=_priced_as(posted),
-        provider=protocol.provider,
+        provider=posted.provider,
         retry=retry,
         max_output_tokens=None if bound is None else bound * choices,
         output_is_fixed=posted.is_signed,
@@ -343,22 +282,17 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     )
     if _is_capped(asked):
         call.input_tokens = _projected(posted, conversation)
-    if policy.exempt and policy.is_exempt(posted.model):
-        call.cost_usd = _FREE
-    elif protocol is EMBEDDINGS:
-        call.cost_usd = embedding_cost(posted.model, call.input_tokens)
-    elif posted.tier in TIERS:
-        most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
-        call.cost_usd = _in_tier(run, posted, most, TIERS[posted.tier])
+    most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
+    call.cost_usd = _price(run, posted, policy, most, posted.tier)
     opened = asked.model_call(call, may_fall_back=_names_its_model(posted))
     if isinstance(opened, Stop):
         trip = opened.trip
         refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.conversations.stopped(conversation, trip, protocol, body, refusal.text)
+            traffic.stopped(conversation, trip, body, refusal.text)
         return refusal
     posted.model = opened.fallback_model or posted.model
-    return Call(run, opened, posted, policy, traffic, conversation, len(turns))
+    return Call(run, asked, opened, posted, policy, traffic, conversation, len(turns))
 
 
 def _names_its_model(posted: Posted) -> bool:
@@ -376,18 +310,23 @@ def _priced_as(posted: Posted) -> str | None:
     return f"{posted.model} ({posted.tier})"
 
 
-def _in_tier(run: Run, posted: Posted, usage: TokenUsage, factor: Decimal) -> Decimal | None:
-    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.protocol.provider)
+def _price(
+    run: Run, posted: Posted, policy: Policy, usage: TokenUsage | None, tier: str | None
+) -> Decimal | None:
+    """Return what a call costs by its exemption or its tier; None for the price book's."""
+    if policy.is_exempt(posted.model):
+        return _FREE
+    if usage is None:
+        return None
+    factor = TIERS.get(tier or "")
+    if factor is None:
+        return None
+    rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.provider)
     return None if rates is None else factor * rates.cost(usage) / _FEMTO
 
 
 def _is_capped(run: Run) -> bool:
-    for guard in run.guards:
-        for one in guard.lineage:
-            budget = one.budget
-            if budget.needs_usage():
-                return True
-    return False
+    return any(one.budget.needs_usage() for guard in run.guards for one in guard.lineage)
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:
@@ -403,20 +342,6 @@ def _projected(posted: Posted, conversation: Conversation | None) -> int:
     return max(prompt.project(messages, system=system, tools=tools, output_schema=schema), 1)
 
 
-def _was_failed(traffic: Traffic, raw: bytes) -> bool:
-    """Return whether this very request has failed before; each failure stands for one retry."""
-    digest = _digest(raw)
-    with traffic.lock:
-        count = traffic.failed.pop(digest, 0)
-        if count > 1:
-            traffic.failed[digest] = count - 1
-    return count > 0
-
-
 def _json(body: Body) -> bytes:
     # JSON's way to write half a pair of surrogates is Python's to replace it.
     return _ENCODER.encode(body).encode(errors="backslashreplace")
-
-
-def _digest(raw: bytes) -> bytes:
-    return blake2b(raw, digest_size=16).digest()

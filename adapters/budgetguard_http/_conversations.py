@@ -7,9 +7,9 @@ begin, and by the reply that a request goes on from.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Final
 
 from budgetguard_core import Trip
@@ -34,14 +34,14 @@ class Conversation:
     """One conversation with a model.
 
     Args:
+        protocol: Its format.
         head: What it began with.
 
     Attributes:
-        head: What it began with.
         run: Where its loops are looked for; None before that matters.
         prompt: What its next prompt is projected with.
-        length: How many turns the last request had.
-        mark: What the last reply is recognised by.
+        length: How many turns the last request that was answered had.
+        marks: What the last reply is recognised by.
         answer_id: The last reply's id, where the provider keeps the conversation.
         pending: Tool calls that the client has got, and no result is known of.
         nudges: Corrections that the model gets with the next request.
@@ -50,41 +50,38 @@ class Conversation:
         turns: The turns of the last request, for the outcome.
         usage: What the last reply used.
         is_server_side: The provider keeps the history, and requests hold only what is new.
-        admitted_by: The run that has admitted the last request.
         final: The last answer, if it was one without tool calls.
-        protocol: The format of that.
         not_sent: Of a request that was refused, what the provider has not seen.
     """
 
     # What many have in common is the class's: one is made for each that begins.
     run: Run | None = None
     length: int = 0
-    mark: frozenset[str | None] = frozenset()
+    marks: frozenset[str | None] = frozenset()
     answer_id: str | None = None
     last_reply: str | None = None
     is_busy: bool = False
     turns: Sequence[Any] = ()
     usage: TokenUsage | None = None
     is_server_side: bool = False
-    admitted_by: Run | None = None
     final: str | None = None
-    protocol: ApiProtocol | None = None
     not_sent: Sequence[Any] = ()
 
-    def __init__(self, head: bytes) -> None:
+    def __init__(self, protocol: ApiProtocol, head: bytes) -> None:
+        self.protocol = protocol
         self.head = head
         self.prompt = Prompt()
         self.pending: list[OpenToolCall] = []
         self.nudges: list[str] = []
 
-    def missed(self, protocol: ApiProtocol, body: Body) -> None:
+    def missed(self, body: Body) -> None:
         """Note a request that got no answer: one that goes on where the provider keeps the rest."""
-        if protocol.follows(body) is not None or not self.length:
-            self.not_sent = protocol.turns(body)
+        if self.protocol.follows(body) is not None or not self.length:
+            self.not_sent = self.protocol.turns(body)
 
 
-class Conversations:
-    """The conversations of one run.
+class Traffic:
+    """The calls of one run: its conversations, and what has failed.
 
     Args:
         run: The run.
@@ -95,12 +92,12 @@ class Conversations:
         latest: The one that was heard of last.
     """
 
-    def __init__(self, run: Run, *, is_own: bool) -> None:
+    def __init__(self, run: Run, is_own: bool) -> None:
         self._run = run
         self._is_own = is_own
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Conversation, None] = OrderedDict()
-        self._by_head: dict[bytes, dict[Conversation, None]] = {}
+        self._kept: dict[Conversation, None] = {}
+        self._failed: dict[bytes, int] = {}
         self._seat: Conversation | None = None
         self.trip: Trip | None = None
         self.latest: Conversation | None = None
@@ -113,44 +110,31 @@ class Conversations:
             if found is not None:
                 self._keep(found)
         if found is None:
-            found = Conversation(head)
+            found = Conversation(protocol, head)
             found.turns = turns
             return found
-        self._settle(found, results)
-        if not results:
-            self._spoken(found, protocol, turns)
-        if protocol.follows(body) is None:
-            found.turns = turns
+        if results:
+            self._settle(found, results)
         else:
-            found.turns = [*found.turns, *turns]
+            self._spoken(found, turns)
+        found.turns = turns if protocol.follows(body) is None else [*found.turns, *turns]
         return found
 
-    def answered(
-        self, conversation: Conversation, protocol: ApiProtocol, length: int, answer: Answer
-    ) -> None:
+    def answered(self, conversation: Conversation, length: int, answer: Answer) -> None:
         """Take the reply to a request of a conversation, which had so many turns."""
         if answer.calls:
             self._given(conversation, answer.calls)
         said = "".join(answer.said).strip()
-        conversation.is_busy = bool(conversation.pending)
+        is_busy = conversation.is_busy = bool(conversation.pending)
         conversation.length = length
-        # Also those that are settled already, as a report of progress is.
-        marks: list[str | None] = [call.id or call.name for call in answer.calls]
-        if conversation.is_busy:
-            marks += [one.call.id or one.call.name for one in conversation.pending]
-        else:
-            marks.append(said)
-        conversation.mark = frozenset(marks)
+        marks: set[str | None] = {call.id or call.name for call in answer.calls}
+        conversation.marks = frozenset(marks if is_busy else {*marks, said})
         conversation.answer_id = answer.id
-        conversation.protocol = protocol
-        conversation.final = conversation.last_reply = (
-            said if said and not conversation.is_busy else None
-        )
+        final = said if said and not is_busy else None
+        conversation.final = conversation.last_reply = final
         with self._lock:
             self.latest = conversation
             self._keep(conversation)
-            while len(self._kept) > _MOST_KEPT:
-                self._drop(next(iter(self._kept)))
 
     def _given(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
         """Count the tool calls of a reply, which its client has: past a cap no request follows."""
@@ -185,23 +169,39 @@ class Conversations:
             self._run.guard.user_turn()
         return self._run
 
+    def failed(self, raw: bytes) -> None:
+        """Remember a request that failed: the same again is a retry."""
+        with self._lock:
+            digest = _digest(raw)
+            self._failed[digest] = self._failed.pop(digest, 0) + 1
+            while len(self._failed) > _MOST_KEPT:
+                del self._failed[next(iter(self._failed))]
+
+    def has_failed(self, raw: bytes) -> bool:
+        """Return whether this very request has failed before; each failure is one retry's."""
+        if not self._failed:
+            return False
+        with self._lock:
+            digest = _digest(raw)
+            count = self._failed.pop(digest, 0)
+            if count > 1:
+                self._failed[digest] = count - 1
+        return count > 0
+
     def close(self) -> None:
         """Settle the tool calls that the client has got and never answered: the run ends."""
         with self._lock:
             kept = list(self._kept)
         for conversation in kept:
-            for call in conversation.pending:
-                (conversation.run or self._run).finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
-            conversation.pending.clear()
+            self._give_up(conversation)
 
     def history(self) -> Sequence[Any]:
         """Return the turns of the conversation that was heard of last, with its last answer."""
         latest = self.latest
         if latest is None:
             return ()
-        if latest.protocol is None or latest.final is None:
-            return latest.turns
-        return [*latest.turns, latest.protocol.answer_turn(latest.final)]
+        last = [] if latest.final is None else [latest.protocol.answer_turn(latest.final)]
+        return [*latest.turns, *last]
 
     def final(self) -> str | None:
         """Return the last answer: what a conversation said last, or was stopped with."""
@@ -211,12 +211,10 @@ class Conversations:
         """Return what the provider lacks of the conversation that was heard of last."""
         return [] if self.latest is None else [*self.latest.not_sent]
 
-    def stopped(
-        self, conversation: Conversation, trip: Trip, protocol: ApiProtocol, body: Body, text: str
-    ) -> None:
+    def stopped(self, conversation: Conversation, trip: Trip, body: Body, text: str) -> None:
         """Note that a conversation was refused its next call, and with which text."""
-        conversation.missed(protocol, body)
-        conversation.final, conversation.protocol = text, protocol
+        conversation.missed(body)
+        conversation.final = text
         if conversation.run is not None and conversation.run is not self._run:
             self.trip = self.trip or trip
         conversation.is_busy = False
@@ -224,17 +222,10 @@ class Conversations:
 
     def _keep(self, conversation: Conversation) -> None:
         """Keep a conversation as the latest."""
-        self._drop(conversation)
-        self._kept[conversation] = None
-        self._by_head.setdefault(conversation.head, {})[conversation] = None
-
-    def _drop(self, conversation: Conversation) -> None:
         self._kept.pop(conversation, None)
-        alike = self._by_head.get(conversation.head)
-        if alike is not None:
-            alike.pop(conversation, None)
-            if not alike:
-                del self._by_head[conversation.head]
+        self._kept[conversation] = None
+        while len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
 
     def _found(
         self,
@@ -245,26 +236,18 @@ class Conversations:
         head: bytes,
     ) -> Conversation | None:
         follows = protocol.follows(body)
-        if follows is not None:
-            for one in reversed(self._kept):
-                if one.answer_id == follows:
-                    return one
-        for one in reversed(self._by_head.get(head, {})):
-            if len(turns) > one.length:
-                marks: set[str | None] = set()
-                for turn in turns[one.length :]:
-                    mark = protocol.reply_mark(turn)
-                    if mark is None:
-                        break
-                    marks.update(mark)
-                if marks & one.mark:
-                    return one
         ids = {one.id or one.name for one in results}
-        if ids:
-            for one in reversed(self._kept):
-                # The client has cut its history, or the provider keeps it.
-                if ids <= {call.call.id or call.call.name for call in one.pending}:
-                    return one
+        latest_first = [*reversed(self._kept)]
+        for one in latest_first:
+            if follows is not None and one.answer_id == follows:
+                return one
+        for one in latest_first:
+            if one.head == head and one.marks & _marks(protocol, turns[one.length :]):
+                return one
+        for one in latest_first:
+            # The client has cut its history, or the provider keeps it.
+            if ids and ids <= {call.call.id or call.call.name for call in one.pending}:
+                return one
         return None
 
     def _settle(self, conversation: Conversation, results: Sequence[Result]) -> None:
@@ -273,38 +256,52 @@ class Conversations:
                 asked = call.call
                 if (asked.id == result.id) if result.id else (asked.name == result.name):
                     conversation.pending.remove(call)
-                    run = conversation.run or self._run
                     error = str(result.content) if result.is_error else None
-                    run.finished(call, result.content, error=error)
+                    (conversation.run or self._run).finished(call, result.content, error=error)
                     break
-        if results:
-            # What is left has no result that anybody will hear of.
-            for call in conversation.pending:
-                run = conversation.run or self._run
-                run.finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
-            conversation.pending.clear()
+        self._give_up(conversation)
 
-    def _spoken(
-        self, conversation: Conversation, protocol: ApiProtocol, turns: Sequence[Any]
-    ) -> None:
+    def _give_up(self, conversation: Conversation) -> None:
+        """Settle the calls that have no result that anybody will hear of."""
+        for call in conversation.pending:
+            (conversation.run or self._run).finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
+        conversation.pending.clear()
+
+    def _spoken(self, conversation: Conversation, turns: Sequence[Any]) -> None:
         """Separate new words of the user's from those that another model repeats."""
-        spoken = (
-            text for turn in reversed(turns) if (text := protocol.user_text(turn)) is not None
-        )
+        words = (conversation.protocol.turn(record(turn)).words for turn in reversed(turns))
+        last = next(words, None)
+        spoken = (one for one in chain([last], words) if one is not None)
         latest, before = next(spoken, None), next(spoken, None)
-        run = self.seat(conversation)
+        guard = self.seat(conversation).guard
         if latest is not None and latest == before:
             if conversation.last_reply is not None:
-                run.guard.report_reply(conversation.last_reply)
-        elif turns and protocol.user_text(turns[-1]) is not None:
-            run.guard.user_turn()
+                guard.report_reply(conversation.last_reply)
+        elif last is not None:
+            guard.user_turn()
         conversation.last_reply = None
 
 
-def _head(protocol: ApiProtocol, turns: Sequence[Any]) -> bytes:
-    digest = blake2b(digest_size=16)
-    for turn in turns[:_LONGEST_BEGINNING]:
-        digest.update(repr(turn).encode())
-        if protocol.user_text(turn) is not None and record(turn).get("role") != "system":
+def _digest(raw: bytes) -> bytes:
+    return blake2b(raw, digest_size=16).digest()
+
+
+def _marks(protocol: ApiProtocol, turns: Sequence[Any]) -> set[str | None]:
+    """Return what the replies are recognised by that a request has before the user's next turn."""
+    marks: set[str | None] = set()
+    for message in turns:
+        turn = protocol.turn(record(message))
+        if turn.role == "user":
             break
-    return digest.digest()
+        if turn.role == "assistant":
+            marks.update(turn.marks)
+    return marks
+
+
+def _head(protocol: ApiProtocol, turns: Sequence[Any]) -> bytes:
+    beginning: list[Any] = []
+    for message in turns[:_LONGEST_BEGINNING]:
+        beginning.append(message)
+        if protocol.turn(record(message)).words is not None:
+            break
+    return _digest(repr(beginning).encode(errors="replace"))

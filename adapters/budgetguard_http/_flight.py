@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,14 +26,13 @@ class Flight:
         run: The run that the request is a part of.
 
     Attributes:
+        shut: Ends the wait; None where nothing can.
         left: Seconds until the deadline when the request was about to be sent; None without one.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._stream: Any = None
-        self._is_shared = False
-        self._shut: Callable[[], object] | None = None
+        self.shut: Callable[[], object] | None = None
         self._extensions: dict[str, Any] = {}
         self._is_over = False
         self._watch = Watch(run, self._cut, blocking=True)
@@ -61,44 +61,38 @@ class Flight:
     def _traced(self, event: str, info: Any) -> None:
         """Take an event of the connection."""
         if event[:4] == "http":
-            self._is_shared = event[:6] == "http2."
+            if event[:6] == "http2.":
+                self.shut = None
             # It is connected. What follows is told for nothing, event by event.
             self._extensions.pop("trace", None)
         elif event in _CONNECTED:
-            self._stream = info.get("return_value")
+            self.shut = functools.partial(_shut_down, info.get("return_value"))
 
     def answered(self, response: Any) -> None:
         """Take the beginning of the answer, which tells its connection."""
-        self._is_shared = response.extensions.get("http_version") == b"HTTP/2"
-        self._stream = response.extensions.get("network_stream")
-
-    def answered_by(self, shut: Callable[[], object]) -> None:
-        """Take the beginning of an answer, and what ends the wait for the rest of it."""
-        self._shut = shut
+        extensions = response.extensions
+        stream = extensions.get("network_stream")
+        is_shared = stream is None or extensions.get("http_version") == b"HTTP/2"
+        self.shut = None if is_shared else functools.partial(_shut_down, stream)
 
     def close(self) -> None:
         """Close it; safe to call again."""
         if self._is_over:
             return
         self._is_over = True
-        self._stream = self._shut = None
+        self.shut = None
         self._extensions = {}
         self._watch.close()
 
     def _cut(self) -> None:
-        shut = self._shut
-        if shut is not None:
+        if self.shut is not None:
             with suppress(Exception):
                 # The answer may have come to its end by itself.
-                shut()
-            return
-        stream = self._stream
-        if stream is None or self._is_shared:
-            return
-        connection = stream.get_extra_info("socket")
-        if isinstance(connection, socket.socket):
-            try:
-                # Not that of a TLS socket, which would forget its encryption while it is read.
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)
-            except OSError:
-                return
+                self.shut()
+
+
+def _shut_down(stream: Any) -> None:
+    connection = stream.get_extra_info("socket")
+    if isinstance(connection, socket.socket):
+        # Not that of a TLS socket, which would forget its encryption while it is read.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

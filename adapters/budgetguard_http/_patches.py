@@ -1,7 +1,4 @@
-"""The patches of the ambient way in: the clients of httpx, httpx2 and boto3.
-
-Where gRPC was imported before, the opening of its channels as well, so that they are told of.
-"""
+"""The patches of the ambient way in: the clients of httpx, httpx2 and boto3."""
 
 from __future__ import annotations
 
@@ -9,18 +6,14 @@ import functools
 import importlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from budgetguard_http import audit
 from budgetguard_http._seam import Seam
-from budgetguard_http.bedrock import SERVICE, Hooks
+from budgetguard_http.bedrock import SERVICE, Hooks, is_hooked
 
 _MODULES: Final = ("httpx", "httpx2")
-_GRPC: Final = ("grpc", "grpc.aio")
-_CHANNELS: Final = ("secure_channel", "insecure_channel")
 _GENAI: Final = "google.genai._api_client"
 _AIOHTTP: Final = "has_aiohttp"
 
@@ -36,7 +29,6 @@ class Patches:
     def __init__(self, seam: Seam, hooks: Hooks) -> None:
         self._seam = seam
         self._hooks = hooks
-        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._holders = 0
         self._undo: list[Callable[[], object]] = []
@@ -57,9 +49,6 @@ class Patches:
                     self._patch(importlib.import_module(name))
             with suppress(ModuleNotFoundError):
                 self._hook(importlib.import_module("botocore.client").BaseClient)
-            for name in _GRPC:
-                if name in sys.modules:
-                    self._listen(sys.modules[name])
             genai: Any = sys.modules.get(_GENAI)
             if getattr(genai, _AIOHTTP, False):
                 # google-genai 3.4: its asynchronous half prefers aiohttp, below which there is no
@@ -76,24 +65,14 @@ class Patches:
                     self._undo.pop()()
 
     def _patch(self, mod: Any) -> None:
-        for owner, make in ((mod.Client, self._sync), (mod.AsyncClient, self._async)):
+        for owner in (mod.Client, mod.AsyncClient):
             own = owner.send
             if getattr(own, "budgetguard", None) is self:
                 continue  # one module under two names
-            patched = make(own)
+            patched = self._sending(own, is_async=owner is mod.AsyncClient)
             patched.budgetguard = self
             owner.send = patched
             self._undo.append(functools.partial(_restore, owner, "send", patched, own))
-
-    def _listen(self, grpc: Any) -> None:
-        """Count each channel; nothing about it is changed."""
-        for name in _CHANNELS:
-            own = getattr(grpc, name, None)
-            if own is None:
-                continue  # blocked, or a stub of that name
-            patched = self._told(own)
-            setattr(grpc, name, patched)
-            self._undo.append(functools.partial(_restore, grpc, name, patched, own))
 
     def _hook(self, owner: Any) -> None:
         """Hook each client of Bedrock when it is first used."""
@@ -103,56 +82,26 @@ class Patches:
 
         @functools.wraps(own)
         def call(client: Any, operation_name: str, api_params: Any) -> Any:
-            if self._holders and client.meta.service_model.service_name == SERVICE:
+            is_ours = self._holders and client.meta.service_model.service_name == SERVICE
+            if is_ours and not is_hooked(client):
                 self._hooks.register(client)
-                self._hooked.add(client)
             return own(client, operation_name, api_params)
 
         owner._make_api_call = call  # noqa: SLF001
-        self._undo.append(functools.partial(self._unhook, owner, call, own))
+        self._undo.append(functools.partial(_restore, owner, "_make_api_call", call, own))
+        self._undo.append(self._hooks.unregister_all)
 
-    def _told(self, own: Any) -> Any:
-        @functools.wraps(own)
-        def open_channel(target: Any, *args: Any, **options: Any) -> Any:
-            if self._holders:
-                audit.opened(target)
-            return own(target, *args, **options)
-
-        return open_channel
-
-    def _unhook(self, owner: Any, patched: Any, own: Any) -> None:
-        if owner._make_api_call is patched:  # noqa: SLF001
-            owner._make_api_call = own  # noqa: SLF001
-        for client in list(self._hooked):
-            self._hooks.unregister(client)
-        self._hooked.clear()
-
-    def _sync(self, own: Any) -> Any:
+    def _sending(self, own: Any, *, is_async: bool) -> Any:
         @functools.wraps(own)
         def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
+            def through(outgoing: Any) -> Any:
+                return own(client, outgoing, stream=stream, **options)
+
             if not self._holders:
                 # Somebody else has patched the patch, and keeps it.
-                return own(client, request, stream=stream, **options)
-            return self._seam.send(
-                request,
-                lambda outgoing: own(client, outgoing, stream=stream, **options),
-                stream=stream,
-                of_client=True,
-            )
-
-        return send
-
-    def _async(self, own: Any) -> Any:
-        @functools.wraps(own)
-        async def send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
-            if not self._holders:
-                return await own(client, request, stream=stream, **options)
-            return await self._seam.asend(
-                request,
-                lambda outgoing: own(client, outgoing, stream=stream, **options),
-                stream=stream,
-                of_client=True,
-            )
+                return through(request)
+            passed = self._seam.send
+            return passed(request, through, stream=stream, of_client=True, is_async=is_async)
 
         return send
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 from budgetguard_core import ConfigurationError
+from budgetguard_core.kit import EnvelopeOptions
 
 OnUnknown: TypeAlias = Literal["admit", "pass", "refuse"]
 
@@ -43,10 +44,11 @@ _PROVIDER: Final = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for o
 
 def is_provider(host: str) -> bool:
     """Return whether a host is that of a provider of models."""
-    return _PROVIDER.fullmatch(_name(host)) is not None
+    return _PROVIDER.fullmatch(plain_host(host)) is not None
 
 
-def _name(host: str) -> str:
+def plain_host(host: str) -> str:
+    """Return a host as it is compared."""
     return host.lower().removesuffix(".")
 
 
@@ -89,3 +91,23 @@ class Policy:
             and model is not None
             and any(fnmatchcase(model, one) for one in self.exempt)
         )
+
+
+class ClientOptions(EnvelopeOptions, total=False):
+    """The options of a way in: those of `Envelope`, and those of `Policy`."""
+
+    on_unknown: OnUnknown
+    exempt: Sequence[str]
+    ask_for_usage: bool
+
+
+def split(options: ClientOptions) -> tuple[Policy, EnvelopeOptions]:
+    """Return the policy of a way in, and the options of its envelope.
+
+    Raises:
+        ConfigurationError: A setting makes no sense.
+    """
+    rest = cast("dict[str, Any]", {**options})
+    names = [one.name for one in fields(Policy)]
+    policy = Policy(**{name: rest.pop(name) for name in names if name in rest})
+    return policy, cast("EnvelopeOptions", rest)

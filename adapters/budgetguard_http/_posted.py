@@ -16,6 +16,8 @@ _SIGNED: Final = "AWS4"
 _SLASHES: Final = re.compile("/+(?=/|$)")
 _MODEL_OF_A_FORM: Final = re.compile(rb'name="model"\r\n\r\n([^\r\n]+)\r\n')
 _LONGEST_HEAD: Final = 4096
+# The price book finds these by the name of their provider only.
+_NAMED_BY_PROVIDER: Final = "text-embedding-"
 _MISTRAL: Final = "mistral"
 
 
@@ -29,12 +31,12 @@ class Posted:
         body: What is posted.
         raw: The same as it came.
         model: The model's name.
+        provider: Whose price it has; None for whoever has the model.
         is_streamed: The answer comes as a stream.
         is_signed: A signature covers the body: it must go out as it is.
         is_unwanted: It is not understood, and such requests are refused.
-        headers: Its headers.
+        is_retry: Its client says that it tries again.
         tier: The tier of service that it asks for; None for the default.
-        is_next_attempt: botocore says that the client tries again.
     """
 
     protocol: ApiProtocol
@@ -42,23 +44,18 @@ class Posted:
     body: Body
     raw: bytes
     model: str | None
+    provider: str | None
     is_streamed: bool
     is_signed: bool
     is_unwanted: bool
-    headers: Mapping[str, str]
+    is_retry: bool
     tier: str | None
-    is_next_attempt: bool = False
-
-    def says_that_it_is_a_retry(self) -> bool:
-        """Return whether the client says that it tries again."""
-        return self.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
 def _model_of_a_form(raw: bytes) -> str | None:
     """Return the model that an upload in parts names, as a transcription does."""
-    named = _MODEL_OF_A_FORM.search(raw[:_LONGEST_HEAD]) or _MODEL_OF_A_FORM.search(
-        raw[-_LONGEST_HEAD:]
-    )
+    ends = raw if len(raw) < 2 * _LONGEST_HEAD else raw[:_LONGEST_HEAD] + raw[-_LONGEST_HEAD:]
+    named = _MODEL_OF_A_FORM.search(ends)
     return None if named is None else named[1].decode("utf-8", "replace")
 
 
@@ -77,15 +74,7 @@ def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
 def read_posted(
     host: str, path: str, headers: Mapping[str, str], raw: bytes, policy: Policy
 ) -> Posted | None:
-    """Read a POST; None for what is no call of a model.
-
-    Args:
-        host: Where it goes.
-        path: The address without host and query.
-        headers: Its headers.
-        raw: Its content.
-        policy: What is done with what is not understood.
-    """
+    """Read a POST; None for what is no call of a model."""
     body = parsed(raw) or {}
     protocol = protocol_of(path, body)
     if protocol is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):
@@ -96,15 +85,18 @@ def read_posted(
         if not unknown or policy.on_unknown == "pass":
             return None
         protocol = OPAQUE
+    model = protocol.model(path, body) or _model_of_a_form(raw)
+    is_openais = (model or "").startswith(_NAMED_BY_PROVIDER)
     return Posted(
         protocol=protocol,
         path=path,
         body=body,
         raw=raw,
-        model=protocol.model(path, body) or _model_of_a_form(raw),
+        model=model,
+        provider="openai" if is_openais else protocol.provider,
         tier=tier_of(body),
         is_streamed=protocol.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),
         is_unwanted=protocol is OPAQUE and policy.on_unknown == "refuse",
-        headers=headers,
+        is_retry=headers.get("x-stainless-retry-count", "0") not in ("0", ""),
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from budgetguard_core import Trip
 from budgetguard_core.kit import Run, synthetic_metadata, synthetic_text
 from budgetguard_http._frames import frames_at
 from budgetguard_http._posted import Posted
 
+Made: TypeAlias = tuple[int, Mapping[str, str], bytes]
+"""Status, headers and body of an answer that was made here."""
 STATUS: Final = 402
 """Payment Required, the one status of its meaning that no client tries again."""
 REFUSED: Final = "budgetguard_refused"
@@ -64,7 +66,7 @@ class Refusal:
             # It answers every turn without them with an error.
             self.text = f"{self.text} {_UNSENT}"
 
-    def content(self) -> tuple[int, Mapping[str, str], bytes]:
+    def content(self) -> Made:
         """Return status, headers and body of the answer.
 
         Raises:
@@ -94,32 +96,16 @@ class Refusal:
             whole = protocol.synthetic(body, model, self.text, mark)
             if whole is not None:
                 return 200, {**headers, "content-type": "application/json"}, _json(whole)
-        error = {"message": _ERROR, "type": "run_stopped", "code": "run_stopped"}
-        headers["content-type"] = "application/json"
-        return STATUS, headers, _json({"type": "error", "message": _ERROR, "error": error})
-
-    def response(self, mod: Any, request: Any) -> Any:
-        """Return the answer as a response of httpx or httpx2.
-
-        Raises:
-            RunStopped: The run's envelope says so.
-        """
-        return _response(mod, request, self.content())
+        return _error(_ERROR, "run_stopped", headers)
 
 
-def unknown_refused() -> tuple[int, Mapping[str, str], bytes]:
+def unknown_refused() -> Made:
     """Return the answer to a request that is not understood; the run goes on."""
-    error = {"message": _UNKNOWN, "type": "not_understood", "code": "not_understood"}
-    headers = {"content-type": "application/json", "x-should-retry": "false"}
-    return STATUS, headers, _json({"type": "error", "message": _UNKNOWN, "error": error})
+    return _error(_UNKNOWN, "not_understood", {"x-should-retry": "false"})
 
 
-def refuse_unknown(mod: Any, request: Any) -> Any:
-    """Return it as a response of httpx or httpx2."""
-    return _response(mod, request, unknown_refused())
-
-
-def _response(mod: Any, request: Any, made: tuple[int, Mapping[str, str], bytes]) -> Any:
+def respond(mod: Any, request: Any, made: Made) -> Any:
+    """Return an answer that was made here as a response of httpx or httpx2."""
     status, headers, content = made
     answer = mod.Response(
         status,
@@ -130,6 +116,12 @@ def _response(mod: Any, request: Any, made: tuple[int, Mapping[str, str], bytes]
     )
     answer.elapsed = timedelta()
     return answer
+
+
+def _error(text: str, code: str, headers: Mapping[str, str]) -> Made:
+    error = {"message": text, "type": code, "code": code}
+    body = _json({"type": "error", "message": text, "error": error})
+    return STATUS, {**headers, "content-type": "application/json"}, body
 
 
 def _json(value: Any) -> bytes:

@@ -8,58 +8,27 @@ from typing import Any, Final
 
 from budgetguard_core import Guard, Mode, Outcome
 from budgetguard_core.kit import FRAME, NOWHERE, Envelope, Run, current, in_force, joined
-from budgetguard_http._conversations import Conversations
-
-
-class Traffic:
-    """The record of the calls of one run.
-
-    Attributes:
-        conversations: Its conversations.
-        failed: The digests of requests that failed, and how often: the same again is a retry.
-        lock: Held while they change.
-    """
-
-    def __init__(self, run: Run, *, is_own: bool) -> None:
-        self.conversations = Conversations(run, is_own=is_own)
-        self.failed: dict[bytes, int] = {}
-        self.lock = threading.Lock()
-
+from budgetguard_http._conversations import Traffic
 
 # Kept with the run itself: a table would keep the run, which they refer to, for ever.
 _TRAFFIC: Final = "_budgetguard_http_traffic"
-_BLOCKS: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def is_own(run: Run) -> bool:
     """Return whether a run is one of clients alone: no other adapter makes its calls."""
-    return run.is_loose or run in _BLOCKS
+    return run.is_loose or run.is_of_clients
 
 
 def is_off(run: Run) -> bool:
     """Return whether no guard of a run enforces or looks on."""
-    for guard in run.guards:
-        for one in guard.lineage:
-            if one.mode is not Mode.OFF:  # as a rule the first
-                return False
-    return True
-
-
-def own(run: Run) -> Run:
-    """Note that a run is that of a block of clients."""
-    _BLOCKS.add(run)
-    run.is_of_clients = True
-    return run
+    return all(one.mode is Mode.OFF for guard in run.guards for one in guard.lineage)
 
 
 def traffic_of(run: Run) -> Traffic:
     """Return what is remembered of a run's calls; it lives as long as the run."""
     kept = vars(run)
-    found: Traffic | None = kept.get(_TRAFFIC)
-    if found is not None:
-        return found
-    made: Traffic = kept.setdefault(_TRAFFIC, Traffic(run, is_own=is_own(run)))
-    return made
+    found: Traffic = kept.get(_TRAFFIC) or kept.setdefault(_TRAFFIC, Traffic(run, is_own(run)))
+    return found
 
 
 class EnvelopeRuns:
@@ -70,24 +39,22 @@ class EnvelopeRuns:
 
     Args:
         envelope: The transport's envelope.
+
+    Attributes:
+        outside: The run of the calls that are part of no other; None before the first.
     """
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope
         self._lock = threading.Lock()
-        self._outside: Run | None = None
+        self.outside: Run | None = None
         self._latest: Run | None = None
         self._arounds: weakref.WeakSet[Run] = weakref.WeakSet()
 
     @property
-    def outside(self) -> Run | None:
-        """The run of the calls that are part of no other; None before the first."""
-        return self._outside
-
-    @property
     def outcome(self) -> Outcome | None:
         """The outcome of that run, or of the latest one within another; None before its end."""
-        run = self._outside or self._latest
+        run = self.outside or self._latest
         return None if run is None else run.outcome
 
     def here(self) -> Run:
@@ -95,9 +62,9 @@ class EnvelopeRuns:
         around = joined()
         if around is None:
             with self._lock:
-                if self._outside is None or self._outside.ended:
-                    self._outside = self._envelope.open(loose=True)
-                return self._outside
+                if self.outside is None or self.outside.ended:
+                    self.outside = self._envelope.open(loose=True)
+                return self.outside
         given = self._envelope.budget
         if isinstance(given, Guard) and any(given in one.lineage for one in around.guards):
             return around
@@ -124,7 +91,7 @@ class EnvelopeRuns:
         with self._lock:
             found = [around.without_part(self) for around in self._arounds]
             self._arounds.clear()
-        return [run for run in (*found, self._outside) if run is not None and run.outcome is None]
+        return [run for run in (*found, self.outside) if run is not None and run.outcome is None]
 
 
 class _Part(Run):
@@ -142,10 +109,10 @@ def end(run: Run) -> Outcome:
 
 def ending(run: Run) -> dict[str, Any]:
     """Return what such a run is ended with, its conversations closed."""
-    conversations = traffic_of(run).conversations
-    conversations.close()
+    traffic = traffic_of(run)
+    traffic.close()
     return {
-        "messages": conversations.history(),
-        "final": conversations.final(),
-        "trip": run.stopped_by or conversations.trip,
+        "messages": traffic.history(),
+        "final": traffic.final(),
+        "trip": run.stopped_by or traffic.trip,
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from budgetguard_core import Trip
@@ -12,6 +14,7 @@ from budgetguard_core.kit import (
     FRAME,
     Flow,
     Run,
+    Scope,
     Step,
     Stop,
     cut_short,
@@ -21,18 +24,19 @@ from budgetguard_core.kit import (
 from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import frames_of, may_be_events
+from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
-from budgetguard_http._refusal import REFUSED, Refusal, refuse_unknown
-from budgetguard_http._retry_after import shorten
+from budgetguard_http._refusal import REFUSED, Refusal, respond, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
-from budgetguard_http._stream import Passing, async_stream, reads, sync_stream
+from budgetguard_http._stream import Passing, passed, passed_async, stream_of
 from budgetguard_http.protocols import OPAQUE
 
 _REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
+_IDENTITY = "identity"
+_WAITS = (("retry-after-ms", 1000), ("retry-after", 1))
 _PHASES = ("connect", "read", "write", "pool")
 _Found: TypeAlias = tuple[Run, Policy, str]
 # What a whole answer that was read here brings along that its content does not fit to any more.
@@ -52,36 +56,28 @@ class Seam:
         self._policy_of = policy_of
 
     def send(
-        self, request: Any, send: Callable[[Any], Any], *, stream: bool, of_client: bool
+        self,
+        request: Any,
+        send: Callable[[Any], Any],
+        *,
+        stream: bool,
+        of_client: bool,
+        is_async: bool = False,
     ) -> Any:
-        """Send a request, or answer it.
+        """Send a request, or answer it; on an event loop, return what is to be awaited.
 
         Args:
             request: Of httpx or httpx2.
             send: Sends it.
             stream: Its caller reads the body.
             of_client: The response is a client's, with its history and its time.
+            is_async: It is on an event loop.
         """
         found = self._found(request)
         if found is None and not audit.is_on():
             return send(request)
-        exchange = _Exchange(request, send, stream, of_client, False)
-        return run_blocking(self._sent(exchange, found))
-
-    async def asend(
-        self,
-        request: Any,
-        send: Callable[[Any], Awaitable[Any]],
-        *,
-        stream: bool,
-        of_client: bool,
-    ) -> Any:
-        """Send a request on an event loop, or answer it; as `send`."""
-        found = self._found(request)
-        if found is None and not audit.is_on():
-            return await send(request)
-        exchange = _Exchange(request, send, stream, of_client, True)
-        return await run_awaited(self._sent(exchange, found))
+        flow = self._sent(_Exchange(request, send, stream, of_client, is_async), found)
+        return run_awaited(flow) if is_async else run_blocking(flow)
 
     def _sent(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
         host = exchange.request.url.host
@@ -100,41 +96,36 @@ class Seam:
         posted = read_posted(request.url.host, path, request.headers, request.content, policy)
         if posted is None:
             return (yield exchange.sending(request))
-        mod = _module_of(request)
+        mod = module_of(request)
         if posted.is_unwanted:
-            return refuse_unknown(mod, request)
+            return respond(mod, request, unknown_refused())
         call = begin(run, posted, policy)
         if isinstance(call, Refusal):
-            return call.response(mod, request)
-        flight: Flight | None = None
-        is_kept = False
+            return respond(mod, request, call.content())
         try:
             held = yield from call.run.waited(call.opened)
             if isinstance(held, Stop):
-                return call.refusal(held.trip).response(mod, request)
-            if exchange.is_async and call.opened.above is None:
-                made: Any = None
-                with cut_short(run) as watch:
-                    made = yield from exchange.answer(mod, call, None)
-                if made is None:
-                    call.failed("cut short")
-                    return call.refusal(watch.trip or run.stopped_by).response(mod, request)
+                return respond(mod, request, call.refusal(held.trip).content())
+            exchange.flight = None if exchange.is_async else Flight(run)
+            # An adapter above cuts its own calls, but for those that block.
+            is_mine = exchange.is_async and call.opened.above is None
+            made: Any = None
+            with cut_short(run) if is_mine else nullcontext() as watch:
+                made = yield from exchange.answer(mod, call)
+            if made is not None or watch is None:
                 return made
-            # The adapter above cuts its own calls, but for those that block.
-            flight = None if exchange.is_async else Flight(run)
-            made = yield from exchange.answer(mod, call, flight)
-            is_kept = exchange.is_kept
-            return made  # noqa: TRY300 - what is kept must be closed by its reader
+            call.failed("cut short")
+            ended = watch.trip or run.stopped_by
         except BaseException as error:
             hide(error, request)
             call.failed(error)
-            ended = _ended(mod, error, flight, run)
+            ended = _ended(mod, error, exchange.flight, run)
             if ended is None:
                 raise
-            return call.refusal(ended).response(mod, request)
         finally:
-            if flight is not None and not is_kept:
-                flight.close()
+            if exchange.flight is not None and not exchange.is_kept:
+                exchange.flight.close()
+        return respond(mod, request, call.refusal(ended).content())
 
     def _found(self, request: Any) -> _Found | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""
@@ -151,35 +142,30 @@ class Seam:
         return run, policy, path
 
 
+@dataclass(slots=True)
 class _Exchange:
-    """One request and its answer, blocking or on an event loop.
+    """One request and its answer, blocking or on an event loop; as `Seam.send` takes them.
 
     Attributes:
+        flight: Ends it where it blocks.
         is_kept: The answer is a stream that its caller reads.
     """
 
-    def __init__(
-        self,
-        request: Any,
-        send: Callable[[Any], Any],
-        stream: bool,
-        of_client: bool,
-        is_async: bool,
-    ) -> None:
-        self.request = request
-        self.stream = stream
-        self.is_async = is_async
-        self.is_kept = False
-        self._send = send
-        self._of_client = of_client
+    request: Any
+    send: Callable[[Any], Any]
+    stream: bool
+    of_client: bool
+    is_async: bool
+    flight: Flight | None = None
+    is_kept: bool = False
 
     def sending(self, request: Any) -> Step:
         """Return the step of sending a request."""
-        return Step(lambda: self._send(request), lambda: self._send(request))
+        return Step(lambda: self.send(request), lambda: self.send(request))
 
-    def answer(self, mod: Any, call: Call, flight: Flight | None) -> Flow[Any]:
+    def answer(self, mod: Any, call: Call) -> Flow[Any]:
         """Send a call that was admitted, and return its answer."""
-        request = self.request
+        request, flight = self.request, self.flight
         own, token = request.extensions, FRAME.set(call.opened.frame)
         try:
             response = yield self.sending(_outgoing(mod, request, call, flight))
@@ -193,20 +179,26 @@ class _Exchange:
         passing = _passing(mod, response, call)
         if passing is None:
             content = yield Step(response.read, response.aread)
-            return _whole(
-                mod, response, call, content, fresh=self.stream, of_client=self._of_client
-            )
-        if response.is_closed or (self._of_client and not self.stream):
-            return _read_stream(mod, response, passing, of_client=self._of_client)
+            call.whole(content)
+            return _remade(mod, response, content, self.of_client) if self.stream else response
+        if response.is_closed or (self.of_client and not self.stream):
+            # It was read whole, and decompressed, before it came here.
+            content = b"".join([*passing.feed(response.content), *passing.last()])
+            return _remade(mod, response, content, self.of_client)
         self.is_kept = True
-        if flight is None:
-            response.stream = async_stream(mod)(mod, response.stream, passing)
-        else:
-            response.stream = sync_stream(mod)(mod, response.stream, passing, flight)
+        stream, kind = response.stream, stream_of(mod)
+        if flight is not None:
+            chunks: Any = passed(stream, passing, flight)
+            response.stream = kind(stream, call, flight, chunks)
+            return response
+        # An adapter above cuts its own calls.
+        scope = Scope(call.run) if call.opened.above is None else None
+        response.stream = kind(stream, call, scope, passed_async(stream, passing, scope))
         return response
 
 
-def _module_of(request: Any) -> Any:
+def module_of(request: Any) -> Any:
+    """Return the package of a request: httpx or httpx2."""
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
@@ -218,37 +210,19 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     left = call.opened.seconds if flight is None or call.opened.above else flight.left
     if left is not None:
         own: dict[str, Any] = extensions.get("timeout") or {}
-        its = own.values()
         # As a rule the client's own time-outs are far shorter.
-        if len(own) < len(_PHASES) or None in its or max(its) > left:
-            extensions["timeout"] = {
-                phase: left if own.get(phase) is None else min(own[phase], left)
-                for phase in _PHASES
-            }
+        extensions["timeout"] = {phase: min(own.get(phase) or left, left) for phase in _PHASES}
     content = call.content()
-    # Compressed events would have to be decompressed on their way.
-    is_plain = call.posted.is_streamed and not call.posted.is_signed
     if content is not None:
-        request = _rewritten(mod, request, content, is_plain=is_plain)
-    elif is_plain:
-        request.headers["accept-encoding"] = "identity"
+        headers = request.headers.copy()
+        headers.pop("transfer-encoding", None)  # a request has one of the two
+        headers["content-length"] = str(len(content))
+        request = mod.Request(request.method, request.url, headers=headers, content=content)
+    if call.posted.is_streamed and not call.posted.is_signed:
+        # Compressed events would have to be decompressed on their way.
+        request.headers["accept-encoding"] = _IDENTITY
     request.extensions = extensions
     return request
-
-
-def _rewritten(mod: Any, request: Any, content: bytes, *, is_plain: bool) -> Any:
-    """Return a request with another content."""
-    made = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
-    # A copy keeps what was found out of them; pairs would be looked through and made anew.
-    headers = made.headers = request.headers.copy()
-    before = len(headers)
-    headers["content-length"] = str(len(content))
-    if len(headers) > before and "transfer-encoding" in headers:  # it has one of the two
-        del headers["transfer-encoding"]
-    if is_plain:
-        headers["accept-encoding"] = "identity"
-    made.read()
-    return made
 
 
 def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
@@ -265,51 +239,45 @@ def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
         call.take_back()
         return False
     call.failed(AnsweredWith(status))
-    shorten(request, response, 0 if call.run.aborted else call.run.time_left())
+    _shorten(response, 0 if call.run.aborted else call.run.time_left())
     return False
+
+
+def _shorten(response: Any, left: float | None) -> None:
+    """Shorten the wait that a client is asked for to the end of its run, where it is refused.
+
+    Nobody but the client itself could end that wait, and some wait a day if they are told to.
+    """
+    for name, parts in _WAITS:
+        told = response.headers.get(name)
+        if told is not None and left is not None:
+            with suppress(ValueError):  # a date
+                if float(told) / parts <= left:
+                    continue
+            # Zero would be taken for nothing told.
+            response.headers[name] = str(max(math.ceil(left * parts), 1))
 
 
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
-    headers = response.headers
-    content_type = headers.get("content-type", "")
-    if content_type.startswith("application/json"):
+    headers, posted = response.headers, call.posted
+    kind = headers.get("content-type", "")
+    if kind.startswith("application/json"):
         return None
-    frames = frames_of(content_type, call.posted.path, is_asked_for=call.posted.is_streamed)
-    if frames is None:
-        # Speech, an image: nobody reads it, and its client may play it as it comes.
-        is_opaque = call.posted.protocol is OPAQUE and content_type
-        return Passing(call, None, "") if is_opaque and content_type[:5] != "text/" else None
-    encoding = headers.get("content-encoding", "")
-    if encoding and reads(mod, encoding):
-        del headers["content-encoding"]
-    elif encoding:
-        frames, encoding = None, ""
-    if "content-length" in headers:
-        del headers["content-length"]
-    is_assumed = not content_type.startswith("text/event-stream")
-    return Passing(call, frames, encoding, is_assumed=is_assumed)
+    frames = frames_of(kind, posted.path, is_asked_for=posted.is_streamed)
+    # Speech, an image: nobody reads it, and its client may play it as it comes.
+    is_media = posted.protocol is OPAQUE and kind and not kind.startswith("text/")
+    if frames is None and not (posted.is_streamed or is_media):
+        return None
+    if headers.get("content-encoding", _IDENTITY) != _IDENTITY:
+        frames = None
+    if frames is not None:
+        headers.pop("content-length", None)
+    return Passing(call, frames, lambda: mod.ReadTimeout("the run has ended"))
 
 
-def _whole(
-    mod: Any, response: Any, call: Call, content: bytes, *, fresh: bool, of_client: bool
-) -> Any:
-    """Take a whole answer; return it, anew where its reader may want the bytes."""
-    if call.posted.is_streamed and may_be_events(content):
-        # A stream whose server says that it is JSON.
-        frames = frames_of("", call.posted.path, is_asked_for=True)
-        return _read_stream(mod, response, Passing(call, frames, ""), of_client=of_client)
-    call.whole(content)
-    return _remade(mod, response, content, of_client=of_client) if fresh else response
-
-
-def _read_stream(mod: Any, response: Any, passing: Passing, *, of_client: bool) -> Any:
-    """Take a streamed answer that was read whole, and decompressed, before it came here."""
-    content = passing.feed(response.content) + passing.last()
-    return _remade(mod, response, content, of_client=of_client)
-
-
-def _remade(mod: Any, response: Any, content: bytes, *, of_client: bool) -> Any:
+def _remade(mod: Any, response: Any, content: bytes, of_client: bool) -> Any:
+    """Return an answer anew, because its reader may want the bytes."""
     made = mod.Response(
         response.status_code,
         headers=[
@@ -331,8 +299,6 @@ def _ended(mod: Any, error: BaseException, flight: Flight | None, run: Run) -> T
     """Return whether an error is nothing but the end of the run, and why that ended."""
     if not isinstance(error, mod.TransportError | TimeoutError):
         return None
-    if flight is not None and flight.trip is not None:
-        return flight.trip
-    if run.aborted or run.time_left() == 0:
-        return run.check()
-    return None
+    cut = None if flight is None else flight.trip
+    is_over = run.aborted or run.time_left() == 0
+    return run.check() if cut is None and is_over else cut

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 _NAMES: Final = ("authorization", "key", "token", "cookie", "secret")
 _SHORTEST: Final = 6
-_HIDDEN: Final = "[hidden]"
+_LONGEST_CHAIN: Final = 16
 
 
 def hide(error: BaseException, request: Any) -> None:
@@ -14,10 +14,6 @@ def hide(error: BaseException, request: Any) -> None:
 
     h11 and h2 quote a header whose value is no valid one, as that of a key with a line's end is.
     Such a text would be in the outcome's `error`, and in the log of whoever writes that down.
-
-    Args:
-        error: What sending the request has raised.
-        request: Of httpx or httpx2.
     """
     secrets = [
         part
@@ -26,19 +22,16 @@ def hide(error: BaseException, request: Any) -> None:
         for part in value.split()
         if len(part) >= _SHORTEST
     ]
-    seen: set[int] = set()
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        hidden = tuple(_hidden(one, secrets) for one in link.args)
-        if hidden != link.args:
-            link.args = hidden
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        link.args = tuple(_hidden(one, secrets) for one in link.args)
         link = link.__cause__ or link.__context__
 
 
-def _hidden(value: object, secrets: list[str]) -> object:
-    if not isinstance(value, str):
-        return value
-    for secret in secrets:
-        value = value.replace(secret, _HIDDEN)
+def _hidden(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "[hidden]")
     return value

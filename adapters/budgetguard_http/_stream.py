@@ -1,32 +1,16 @@
-"""The bytes of a streamed answer on their way: read, and ended in good order when cut."""
+"""A streamed answer on its way: read, and ended in good order when cut."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
-from budgetguard_core.kit import Watch, synthetic_text
+from budgetguard_core.kit import Scope, synthetic_text
 from budgetguard_http._call import Call
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import Frames, ServerSentEvents, may_be_events
-from budgetguard_http.protocols.protocol import Reader
-
-_IDENTITY: Final = "identity"
-
-
-@functools.cache
-def _encodings(mod: Any) -> frozenset[str]:
-    """List the encodings that a client of httpx or httpx2 reads, as it tells a server."""
-    with mod.Client(transport=mod.BaseTransport()) as client:
-        return frozenset(client.headers["accept-encoding"].split(", "))
-
-
-def reads(mod: Any, encoding: str) -> bool:
-    """Return whether a client of httpx or httpx2 decompresses what is encoded like this."""
-    parts = {part.strip() for part in encoding.lower().split(",")}
-    return parts <= _encodings(mod) | {_IDENTITY}
+from budgetguard_http._frames import Frames
 
 
 class Passing:
@@ -36,279 +20,174 @@ class Passing:
         call: The call that it answers.
         frames: How its events are written; None where nobody can read it: it is passed on as it
             is, and estimated.
-        encoding: How it is compressed, where its client would decompress it.
-        is_assumed: Its server says that it is something else: it may be no events.
+        timed_out: Makes the error of the client's own for an answer that did not come in time.
     """
 
     def __init__(
-        self, call: Call, frames: Frames | None, encoding: str, *, is_assumed: bool = False
+        self, call: Call, frames: Frames | None, timed_out: Callable[[], Exception]
     ) -> None:
         self.call = call
-        self._frames: Frames = frames or ServerSentEvents()
-        self._reader: Reader | None = None if frames is None else call.reader()
-        self._encoding = encoding
+        self._frames = frames or Frames()
+        self._reader = None if frames is None else call.reader()
         self._began = False
-        self._is_assumed = is_assumed and type(frames) is ServerSentEvents
+        self._timed_out = timed_out
 
-    def plain(self, mod: Any, inner: Any) -> Any:
-        """Return a stream of the answer's bytes, decompressed as its client would have done it."""
-        if not self._encoding:
-            return inner
-        packed = mod.Response(200, headers={"content-encoding": self._encoding}, stream=inner)
-        return (
-            packed.iter_bytes() if isinstance(inner, mod.SyncByteStream) else packed.aiter_bytes()
-        )
-
-    def feed(self, data: bytes) -> bytes:
-        """Take bytes; return those that the reader gets."""
+    def feed(self, data: Any) -> list[Any]:
+        """Take what has come; return what of it the client gets."""
         reader, frames = self._reader, self._frames
-        if self._is_assumed and data.strip():
-            self._is_assumed = False
-            if not may_be_events(data):
-                reader = self._reader = None
         if reader is None:
-            return data
-        if frames.are_lines(data):
-            if not reader.needs(data):
-                # Nearly all of a long answer.
-                self._began = True
-                reader.skim(data)
-                return data
-            if data.count(b"\n") == 2:
-                return self._taken(reader, data)
-        return b"".join(map(self._passed, frames.feed(data)))
+            return [data]
+        kept = [event for event in frames.feed(data) if not self._take(event)]
+        return [data] if frames.passes_all else kept
 
-    def _passed(self, event: bytes) -> bytes:
-        reader = self._reader
+    def _take(self, event: Any) -> bool | None:
+        """Take an event; True where its client does not get it."""
+        reader, frames = self._reader, self._frames
         if reader is None:
-            return event
-        if event.count(b"data:") < 2 and not reader.needs(event):  # else maybe spread over lines
-            self._began = True
-            reader.skim(event)
-            return event
-        return self._taken(reader, event)
-
-    def _taken(self, reader: Reader, event: bytes) -> bytes:
-        parsed = self._frames.parse(event)
-        if parsed is None:
-            return event
-        name, data = parsed
+            return False
+        read = frames.parse(event)
+        if read is None:
+            return False
+        name, data = read
         if data == "[DONE]":
             reader.end()
             self.call.over()
-            return event
+            return False
         self._began = True
         self.call.priced(data)
         is_hidden = reader.take(name, data)
         if reader.is_settled:
             # A client may stop reading here, and never close.
             self.call.over()
-        return b"" if is_hidden else event
+        return is_hidden
 
-    def _written(self, events: Any) -> bytes:
-        return b"".join(map(self._frames.write, events))
-
-    def last(self) -> bytes:
-        """Take the end of the stream; return what is left for the reader."""
-        reader = self._reader
-        rest = self._frames.rest()
-        out = b""
-        if reader is not None:
-            if rest.strip():
-                out += self._passed(rest)
-            reader.end()
+    def last(self) -> list[Any]:
+        """Take the end of the stream; return what is left for the client."""
+        rest, is_hidden = self._frames.rest(), None
+        if self._reader is not None:
+            is_hidden = self._take(rest) if rest.strip() else None
+            self._reader.end()
         self.call.over()
-        return out
+        return [rest] if rest and not (is_hidden or self._frames.passes_all) else []
 
-    def cut(self) -> bytes | None:
-        """End the stream as its provider would have; None where nobody can.
+    def cut(self, error: Exception | None = None) -> list[Any]:
+        """Return the events that end the stream as its provider would have.
 
         The run's time is over, or it was aborted.
+
+        Raises:
+            Exception: The client's own time-out, where there is no good end.
         """
         call = self.call
         was_settled = call.is_settled
         call.failed("cut short")
         reader, posted = self._reader, call.posted
         if was_settled:
-            return b""
-        if reader is None or reader.has_calls or posted.protocol.form(posted.body) != "text":
-            return None
-        text = synthetic_text(call.run.guard)
-        if not self._began:
-            return self._written(
-                posted.protocol.synthetic_stream(posted.body, posted.model or "", text, {})
-            )
-        return self._written(reader.closing(text))
+            return []
+        events, is_text = None, posted.protocol.form(posted.body) == "text"
+        if reader is not None and not reader.has_calls and is_text:
+            text, model = synthetic_text(call.run.guard), posted.model or ""
+            events = posted.protocol.synthetic_stream(posted.body, model, text, {})
+            if self._began:
+                events = reader.closing(text)
+        if events is None:
+            raise self._timed_out() from error
+        return [self._frames.write(event) for event in events]
 
 
-def _passed(mod: Any, inner: Any, passing: Passing, flight: Flight) -> Iterator[bytes]:
-    """Pass the bytes of a blocking stream on."""
-
-    def cut(error: Exception | None) -> bytes:
-        if not passing.call.is_settled and (error is None or flight.is_late()):
-            end = passing.cut()
-            if end is not None:
-                return end
-            raise mod.ReadTimeout("the run has ended") from error
-        if error is None:
-            return b""
-        passing.call.failed(error)
-        raise error
-
+def passed(inner: Any, passing: Passing, flight: Flight) -> Iterator[Any]:
+    """Pass a blocking stream on."""
+    call = passing.call
     try:
         for data in inner:
-            if out := passing.feed(data):
-                yield out
-            if flight.trip is not None and not passing.call.is_settled:
-                yield cut(None)
-                return
-        if out := passing.last():
-            yield out
+            yield from passing.feed(data)
+            if flight.trip is not None and not call.is_settled:
+                break
+        # A connection that was shut down is taken for the end by some.
+        is_late = not call.is_settled and flight.is_late()
+        yield from passing.cut() if is_late else passing.last()
     except Exception as error:
-        yield cut(error)
+        if call.is_settled or not flight.is_late():
+            call.failed(error)
+            raise
+        yield from passing.cut(error)
     finally:
         flight.close()
-        passing.call.left()
+        call.left()
 
 
-class BlockingStream:
-    """The streamed answer that a client reads, in a thread."""
+async def passed_async(inner: Any, passing: Passing, scope: Scope | None) -> AsyncIterator[Any]:
+    """Pass a stream on an event loop on; the scope cuts a read when the run ends."""
+    chunks, call = aiter(inner), passing.call
+    try:
+        while True:
+            data = None
+            with nullcontext() if scope is None or call.is_settled else scope:
+                data = await anext(chunks, None)
+            if data is None:
+                break
+            for piece in passing.feed(data):
+                yield piece
+        is_cut = scope is not None and scope.trip is not None and not call.is_settled
+        for piece in passing.cut() if is_cut else passing.last():
+            yield piece
+    except Exception as error:
+        call.failed(error)
+        raise
+    finally:
+        if scope is not None:
+            scope.close()
+        call.left()
 
-    def __init__(self, mod: Any, inner: Any, passing: Passing, flight: Flight) -> None:
+
+class Stream:
+    """The streamed answer that a client reads.
+
+    Args:
+        inner: The stream that it passes on.
+        call: The call that is answered.
+        watch: Ends the wait when the run ends.
+        chunks: The generator that passes it on: one for all readers, because newer SDKs read on
+            after the end of the answer, to give the connection back. It does not refer to this
+            object, which would outlive its reader.
+    """
+
+    def __init__(self, inner: Any, call: Call, watch: Flight | Scope | None, chunks: Any) -> None:
         self._inner = inner
-        self._passing = passing
-        self._flight = flight
-        # One for all readers: newer SDKs read on after the end of the answer, to give the
-        # connection back. It does not refer to this object, which would outlive its reader.
-        self._passed = _passed(mod, passing.plain(mod, inner), passing, flight)
+        self._call = call
+        self._watch = watch
+        self._chunks = chunks
 
-    def __iter__(self) -> Iterator[bytes]:
-        return self._passed
+    def __iter__(self) -> Any:
+        return self._chunks
+
+    def __aiter__(self) -> Any:
+        return self._chunks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def close(self) -> None:
-        self._flight.close()
+        """Close the connection."""
+        self._stop()
         self._inner.close()
-        self._passing.call.left()
+
+    async def aclose(self) -> None:
+        """Close the connection of an event loop's."""
+        self._stop()
+        await self._inner.aclose()
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._call.left()
 
     def __del__(self) -> None:
         # Never read, and never closed.
-        self._flight.close()
-        self._passing.call.left()
+        self._stop()
 
 
 @functools.cache
-def sync_stream(mod: Any) -> Any:
+def stream_of(mod: Any) -> Any:
     """Return the class of a byte stream of httpx or httpx2 that passes an answer on."""
-    return type("BudgetStream", (BlockingStream, mod.SyncByteStream), {})
-
-
-class Reading:
-    """The reads of one stream on an event loop, cut when the run ends.
-
-    Args:
-        call: The call that is answered.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._reader: asyncio.Task[Any] | None = None
-        self._watch = Watch(call.run, self._interrupt)
-
-    @property
-    def was_cut(self) -> bool:
-        """True if the run has ended before the answer."""
-        return self._watch.trip is not None and not self._call.is_settled
-
-    async def next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
-        """Return the next bytes; None at the end, and when the run ends."""
-        if self.was_cut:
-            return None
-        task = asyncio.current_task()
-        earlier = 0 if task is None else task.cancelling()
-        self._reader = task
-        try:
-            return await anext(chunks, None)
-        except asyncio.CancelledError:
-            if task is None or not self.was_cut or task.uncancel() > earlier:
-                raise
-            return None
-        finally:
-            self._reader = None
-
-    def close(self) -> None:
-        """Stop watching; safe to call again."""
-        self._watch.close()
-
-    def _interrupt(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-
-
-async def _passed_async(
-    mod: Any, inner: Any, passing: Passing, reading: Reading | None
-) -> AsyncIterator[bytes]:
-    """Pass the bytes of a stream on an event loop on."""
-    chunks = aiter(inner)
-    try:
-        while True:
-            data = await (anext(chunks, None) if reading is None else reading.next(chunks))
-            if data is None:
-                break
-            if out := passing.feed(data):
-                yield out
-        if reading is not None and reading.was_cut:
-            end = passing.cut()
-            if end is None:
-                raise mod.ReadTimeout("the run has ended")  # noqa: TRY301 - as any error of a read
-            yield end
-        elif out := passing.last():
-            yield out
-    except Exception as error:
-        passing.call.failed(error)
-        raise
-    finally:
-        if reading is not None:
-            reading.close()
-        passing.call.left()
-
-
-class LoopStream:
-    """The streamed answer that a client reads, on an event loop."""
-
-    def __init__(self, mod: Any, inner: Any, passing: Passing) -> None:
-        self._inner = inner
-        self._passing = passing
-        # An adapter above cuts its own calls.
-        mine = passing.call.opened.above is None and _has_loop()
-        self._reading = Reading(passing.call) if mine else None
-        self._passed = _passed_async(mod, passing.plain(mod, inner), passing, self._reading)
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._passed
-
-    async def aclose(self) -> None:
-        self._close()
-        await self._inner.aclose()
-        self._passing.call.left()
-
-    def _close(self) -> None:
-        if self._reading is not None:
-            self._reading.close()
-
-    def __del__(self) -> None:
-        self._close()
-        self._passing.call.left()
-
-
-@functools.cache
-def async_stream(mod: Any) -> Any:
-    """Return the same for an event loop."""
-    return type("AsyncBudgetStream", (LoopStream, mod.AsyncByteStream), {})
-
-
-def _has_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return type("BudgetStream", (Stream, mod.SyncByteStream, mod.AsyncByteStream), {})

@@ -6,8 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Self, Unpack
 
 from budgetguard_core import (
     AdapterError,
@@ -16,21 +15,22 @@ from budgetguard_core import (
     ConfigurationError,
     Guard,
     Outcome,
+    Snapshot,
 )
 from budgetguard_core.kit import (
     Envelope,
-    EnvelopeOptions,
-    ProfileOptions,
     Run,
     envelope_of,
     is_stop,
     joined,
+    opened,
+    run_blocking,
 )
 from budgetguard_http import audit
 from budgetguard_http._patches import Patches
-from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_http._policy import ClientOptions, OnUnknown, Policy, split
 from budgetguard_http._refusal import RunStopped
-from budgetguard_http._runs import ending, own, traffic_of
+from budgetguard_http._runs import ending, traffic_of
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
 
@@ -78,9 +78,8 @@ def install(
         on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
         exempt: Models that cost no money, by name or pattern.
         ask_for_usage: Ask for the usage of streams.
-        watch_connections: Count connections to providers that go past the seam (websockets, gRPC,
-            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good; gRPC
-            has to be imported before.
+        watch_connections: Count connections to providers that go past the seam (websockets,
+            aiohttp): see `uncovered_hosts`. Its audit hook stays in the process for good.
 
     Raises:
         ConfigurationError: A setting makes no sense.
@@ -120,11 +119,11 @@ class bounded_clients:
         everywhere: Calls from threads that have no context of any run are a part of this one, too.
             For scripts, and one block at a time: where several runs go on in one process, nobody
             could tell whose such a call is.
-        on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
-        exempt: Models that cost no money, by name or pattern.
-        ask_for_usage: Ask for the usage of streams.
-        options: As `Envelope` takes them. With `on_trip="raise"` the first refused call leaves the
-            block, past every `except Exception` inside, and the block raises `BudgetExceeded`.
+        resume: An earlier run that the block goes on from: its `Outcome`, its `Snapshot`, or its
+            id in `store`. What to send is the program's to say: `outcome.messages`.
+        options: As `Envelope` takes them, and `on_unknown`, `exempt` and `ask_for_usage` as
+            `Policy`. With `on_trip="raise"` the first refused call leaves the block, past every
+            `except Exception` inside, and the block raises `BudgetExceeded`.
 
     Raises:
         ConfigurationError: The budget or an option makes no sense; or, on entering, there is
@@ -134,41 +133,17 @@ class bounded_clients:
             that of a run around the block.
     """
 
-    @overload
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope,
-        *,
-        everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        *,
-        everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[ProfileOptions],
-    ) -> None: ...
-
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
         *,
         everywhere: bool = False,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Any,
+        resume: Snapshot | Outcome | str | None = None,
+        **options: Unpack[ClientOptions],
     ) -> None:
-        self._policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
-        self._envelope = envelope_of(budget, default=Budget(), **options)
+        self._resume = resume
+        self._policy, rest = split(options)
+        self._envelope = envelope_of(budget, default=Budget(), **rest)
         of_variables = self._envelope.profile is not None
         self._is_bound = budget is not None or of_variables or not _BOUNDS.isdisjoint(options)
         self._everywhere = everywhere
@@ -217,7 +192,7 @@ class bounded_clients:
         Raises:
             AdapterError: The block was not entered.
         """
-        return traffic_of(self.run).conversations.unsent_input()
+        return traffic_of(self.run).unsent_input()
 
     def __enter__(self) -> Self:
         if not self._is_bound and joined() is None:
@@ -225,7 +200,9 @@ class bounded_clients:
                 "bounded_clients needs a budget, got none, and there is no run that the block is "
                 "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
             )
-        run = self._run = own(self._envelope.open())
+        opening = opened(self._envelope, resume=self._resume)
+        run = self._run = run_blocking(opening)[0]
+        run.is_of_clients = True
         _POLICIES[run] = self._policy
         if self._everywhere:
             with _LOCK:
@@ -240,36 +217,21 @@ class bounded_clients:
         self._stack.enter_context(run.entered())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        swallowed = self._left(kind, error, trace)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._leave()
         self._end(error)
-        return self._told(error) or swallowed
+        return self._told(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        swallowed = self._left(kind, error, trace)
-        await self.run.in_thread(lambda: self._end(None if swallowed else error))
-        return self._told(error) or swallowed
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._leave()
+        await self.run.in_thread(lambda: self._end(error))
+        return self._told(error)
 
-    def _left(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        swallowed = bool(self._stack.__exit__(kind, error, trace))
+    def _leave(self) -> None:
+        self._stack.close()
         _AMBIENT.patches.release()
         if self._everywhere:
             with _LOCK:
@@ -277,7 +239,6 @@ class bounded_clients:
         for host, count in audit.uncovered_hosts().items():
             if count > self._uncovered.get(host, 0):
                 self.run.guard.tree.report(f"a connection to {host} went past the bounded clients")
-        return swallowed
 
     def _end(self, error: BaseException | None) -> Outcome:
         run = self.run

@@ -1,8 +1,7 @@
-"""Connections to providers that go past the seam: look-ups of hosts, and channels of gRPC."""
+"""Connections to providers that go past the seam, seen by their look-ups of hosts."""
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections import Counter
@@ -10,95 +9,64 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
-from budgetguard_http._policy import is_provider
+from budgetguard_http._policy import is_provider, plain_host
 
 Counts: TypeAlias = dict[str, int]
 
 _LOOK_UP: Final = "socket.getaddrinfo"
-_CHANNEL: Final = re.compile(r"(?:dns:(?://[^/]*/)?)?([^/:]+)(?::\d+)?")
 
 
-class _Watcher:
-    """Counts look-ups of provider hosts that no request in flight explains."""
-
-    def __init__(self) -> None:
-        # Again by the same thread: a signal's handler may look up a host of its own.
-        self.lock = threading.RLock()
-        self.on = False
-        self.expected: Counter[str] = Counter()
-        self.uncovered: Counter[str] = Counter()
-
-    def heard(self, event: str, args: tuple[Any, ...]) -> None:
-        """Take an audit event of the interpreter."""
-        if event != _LOOK_UP or not args:
-            return
-        host = args[0]
-        if isinstance(host, bytes):
-            host = host.decode("ascii", "replace")
-        # Where a name is looked up in a thread of an event loop's, no context tells whose it is:
-        # a request in flight to the same host explains it.
-        if not isinstance(host, str) or not is_provider(host):
-            return
-        if not self.expected.get(_plain(host)):
-            self.count(host)
-
-    def count(self, host: str) -> None:
-        """Count a connection past the seam."""
-        with self.lock:
-            self.uncovered[_plain(host)] += 1
+# Again by the same thread: a signal's handler may look up a host of its own.
+_LOCK: Final = threading.RLock()
+_EXPECTED: Final = Counter[str]()
+_UNCOVERED: Final = Counter[str]()
+_HOOKS: Final[list[Any]] = []
 
 
-def _plain(host: str) -> str:
-    return host.lower().removesuffix(".")
-
-
-_WATCHER: Final = _Watcher()
+def _heard(event: str, args: tuple[Any, ...]) -> None:
+    """Take an audit event of the interpreter: a look-up that no request in flight explains."""
+    host = args[0] if event == _LOOK_UP and args else None
+    if isinstance(host, bytes):
+        host = host.decode("ascii", "replace")
+    # Where a name is looked up in a thread of an event loop's, no context tells whose it is:
+    # a request in flight to the same host explains it.
+    if isinstance(host, str) and is_provider(host):
+        with _LOCK:
+            if not _EXPECTED[plain_host(host)]:
+                _UNCOVERED[plain_host(host)] += 1
 
 
 def watch() -> None:
     """Begin to count; the hook stays in the process, because Python takes none back."""
-    with _WATCHER.lock:
-        if _WATCHER.on:
-            return
-        _WATCHER.on = True
-    sys.addaudithook(_WATCHER.heard)
-
-
-def opened(target: object) -> None:
-    """Take that a channel of gRPC was opened, which looks up names without a word to Python.
-
-    Args:
-        target: Its address as gRPC takes it, a name of a socket's among them.
-    """
-    named = _CHANNEL.fullmatch(target) if _WATCHER.on and isinstance(target, str) else None
-    if named is not None and is_provider(named[1]):
-        _WATCHER.count(named[1])
+    with _LOCK:
+        if not _HOOKS:
+            _HOOKS.append(_heard)
+            sys.addaudithook(_heard)
 
 
 def uncovered_hosts() -> Counts:
     """Return how often each provider's host was connected to past the seam, since `watch`.
 
     Websockets, aiohttp, `requests` and the like are seen when they look a host up: a connection
-    that is used again counts once. A channel of gRPC is seen when it is opened while the seam is in
-    place, which finds gRPC where that was imported before.
+    that is used again counts once. gRPC looks up names without a word to Python.
     """
-    with _WATCHER.lock:
-        return dict(_WATCHER.uncovered)
+    with _LOCK:
+        return dict(_UNCOVERED)
 
 
 def is_on() -> bool:
     """Return whether connections are counted."""
-    return _WATCHER.on
+    return bool(_HOOKS)
 
 
 @contextmanager
 def expected(host: str) -> Generator[None]:
     """Mark requests to a host as going through the seam in this block."""
-    host = _plain(host)
-    with _WATCHER.lock:
-        _WATCHER.expected[host] += 1
+    host = plain_host(host)
+    with _LOCK:
+        _EXPECTED[host] += 1
     try:
         yield
     finally:
-        with _WATCHER.lock:
-            _WATCHER.expected[host] -= 1
+        with _LOCK:
+            _EXPECTED[host] -= 1

@@ -5,37 +5,34 @@ from __future__ import annotations
 import importlib
 import io
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
 
 from budgetguard_core import AdapterError, Budget, Guard
-from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, Stop
+from budgetguard_core.kit import Envelope, Run, Stop
 from budgetguard_http import audit
 from budgetguard_http._billing import bills
 from budgetguard_http._call import AnsweredWith, Call, begin
 from budgetguard_http._flight import Flight
-from budgetguard_http._frames import event_stream_at
-from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
+from budgetguard_http._policy import ClientOptions, Policy
 from budgetguard_http._posted import read_posted
-from budgetguard_http._refusal import Refusal, unknown_refused
+from budgetguard_http._refusal import Made, Refusal, unknown_refused
 from budgetguard_http._runs import is_off
+from budgetguard_http._stream import Passing, Stream, passed
 from budgetguard_http.protocols import is_path_of_a_model
 from budgetguard_http.transport import Bounded
 
 SERVICE: Final = "bedrock-runtime"
-_CREATED: Final = f"request-created.{SERVICE}"
-_SENDING: Final = f"before-send.{SERVICE}"
-_RECEIVED: Final = f"response-received.{SERVICE}"
 _Client = TypeVar("_Client")
 # A request to this service costs something, wherever `endpoint_url` sends it.
 _HOST: Final = "bedrock-runtime.us-east-1.amazonaws.com"
-_LATEST: Final = "budgetguard-latest"
-"""Under this name the hooks of an attempt tell the next ones of theirs, or that it was refused."""
-_NOBODY: Final = "refused"
-Answer = Callable[[], tuple[int, Mapping[str, str], bytes]]
+_EXCHANGE: Final = "budgetguard-exchange"
+_HOOKED: weakref.WeakKeyDictionary[Any, Hooks] = weakref.WeakKeyDictionary()
+"""The hooks of each client: it has one at a time, so that no attempt is counted twice."""
 
 
 class _Exchange:
@@ -44,15 +41,14 @@ class _Exchange:
     def __init__(self, call: Call, host: str) -> None:
         self.call = call
         self.flight = Flight(call.run)
-        self._expected: AbstractContextManager[None] = audit.expected(host)
-        self._expected.__enter__()
+        self._open = ExitStack()
+        self._open.enter_context(audit.expected(host))
         self._is_open = True
 
     def close(self) -> None:
         """Close it: its answer has begun, or there is none."""
-        if self._is_open:
-            self._is_open = False
-            self._expected.__exit__(None, None, None)
+        self._is_open = False
+        self._open.close()
 
     def __del__(self) -> None:
         # What leaves a client past its events, as KeyboardInterrupt does, comes by here.
@@ -63,7 +59,7 @@ class _Exchange:
 
 
 class Hooks:
-    """The handlers of one client's events; the seam of `Seam` for boto3.
+    """The handlers of clients' events; the seam of `Seam` for boto3.
 
     Args:
         here: Returns the run that a call from the running code is a part of; None for nobody's.
@@ -73,41 +69,43 @@ class Hooks:
     def __init__(self, here: Callable[[], Run | None], policy_of: Callable[[Run], Policy]) -> None:
         self._here = here
         self._policy_of = policy_of
-        self._key = f"budgetguard-{id(self)}"
         # Between two events of one attempt, which one thread emits, there is no other way in
         # every release of botocore: the request that is sent is not the one that was made.
         self._next = threading.local()
 
     def register(self, client: Any) -> None:
-        """Register the handlers; a second time changes nothing."""
-        events = client.meta.events
-        # First: before the request is signed.
-        events.register_first(_CREATED, self._created, unique_id=f"{self._key}-created")
-        events.register_first(_SENDING, self._sending, unique_id=f"{self._key}-sending")
-        events.register_first(_RECEIVED, self._received, unique_id=f"{self._key}-received")
+        """Register the handlers, in the place of others'; a second time changes nothing."""
+        before = _HOOKED.get(client)
+        if before is not None:
+            before.unregister(client)
+        _HOOKED[client] = self
+        for name, handler in self._handlers():
+            # First: before the request is signed.
+            client.meta.events.register_first(f"{name}.{SERVICE}", handler)
 
     def unregister(self, client: Any) -> None:
-        """Take them back."""
-        events = client.meta.events
-        events.unregister(_CREATED, self._created, unique_id=f"{self._key}-created")
-        events.unregister(_SENDING, self._sending, unique_id=f"{self._key}-sending")
-        events.unregister(_RECEIVED, self._received, unique_id=f"{self._key}-received")
+        """Take them back, if they are there."""
+        if _HOOKED.get(client) is self:
+            del _HOOKED[client]
+            for name, handler in self._handlers():
+                client.meta.events.unregister(f"{name}.{SERVICE}", handler)
+
+    def unregister_all(self) -> None:
+        """Take back those of every client."""
+        for client in [*_HOOKED]:
+            self.unregister(client)
+
+    def _handlers(self) -> Sequence[tuple[str, Callable[..., Any]]]:
+        return (
+            ("request-created", self._created),
+            ("before-send", self._sending),
+            ("response-received", self._received),
+        )
 
     def _created(self, request: Any, **_: Any) -> None:
         """Ask for an attempt before it is signed."""
         self._next.answer = None
-        if request.method != "POST":
-            return
-        above = request.context.get(_LATEST)
-        if above is None:
-            self._ask(request)
-        elif isinstance(above, _Exchange):
-            # Other hooks have asked for the same attempt: it counts once where both are charged.
-            with above.call.run.entered(above.call.opened):
-                self._ask(request)
-
-    def _ask(self, request: Any) -> None:
-        run = self._here()
+        run = self._here() if request.method == "POST" else None
         if run is None or is_off(run):
             return
         policy = self._policy_of(run)
@@ -121,33 +119,25 @@ class Hooks:
         if posted is None:
             return
         if posted.is_unwanted:
-            self._refuse(request, unknown_refused)
+            self._next.answer = unknown_refused
             return
-        posted.is_next_attempt = request.context.get("retries", {}).get("attempt", 1) > 1
+        posted.is_retry = request.context.get("retries", {}).get("attempt", 1) > 1
         call = begin(run, posted, policy)
         if isinstance(call, Call):
             held = call.run.wait(call.opened)
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
         if isinstance(call, Refusal):
-            self._refuse(request, call.content)
+            self._next.answer = call.content
             return
         content = call.content()
         if content is not None:
             request.data = content
-        made = _Exchange(call, address.hostname or "")
-        request.context[self._key] = request.context[_LATEST] = made
-
-    def _refuse(self, request: Any, answer: Answer) -> None:
-        self._next.answer = answer
-        above = request.context.get(_LATEST)
-        if isinstance(above, _Exchange):
-            above.call.take_back()
-        request.context[_LATEST] = _NOBODY
+        request.context[_EXCHANGE] = _Exchange(call, address.hostname or "")
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
-        answer: Answer | None = getattr(self._next, "answer", None)
+        answer: Callable[[], Made] | None = getattr(self._next, "answer", None)
         if answer is None:
             return None
         self._next.answer = None
@@ -158,16 +148,10 @@ class Hooks:
         return made.AWSResponse(request.url, status, made.HeadersDict(named), _Raw(content))
 
     def _received(
-        self,
-        response_dict: Any,
-        parsed_response: Any,
-        context: Any,
-        exception: Exception | None,
-        **_: Any,
+        self, response_dict: Any, parsed_response: Any, context: Any, exception: Any, **_: Any
     ) -> None:
         """Settle an attempt with its answer, or begin to read that."""
-        context.pop(_LATEST, None)
-        exchange: _Exchange | None = context.pop(self._key, None)
+        exchange: _Exchange | None = context.pop(_EXCHANGE, None)
         if exchange is None:
             return
         exchange.close()
@@ -176,8 +160,6 @@ class Hooks:
         try:
             if exception is not None or response_dict is None:
                 call.failed(exception or "no answer")
-            elif call.is_settled:
-                return  # other hooks have refused it
             elif response_dict["status_code"] >= 300:
                 call.failed(AnsweredWith(response_dict["status_code"]))
             else:
@@ -190,6 +172,11 @@ class Hooks:
                 flight.close()
 
 
+def is_hooked(client: Any) -> bool:
+    """Return whether a client has hooks."""
+    return client in _HOOKED
+
+
 class BudgetHooks(Bounded):
     """Bounds the calls of boto3's Bedrock clients: `hooks.register(boto3.client(...))`.
 
@@ -200,10 +187,8 @@ class BudgetHooks(Bounded):
 
     Args:
         budget: As `BudgetTransport` takes it. One run from the first call to `close`.
-        on_unknown: What is done with calls that are not understood, as `Policy`.
-        exempt: Models that cost no money, by name or pattern.
-        options: As `Envelope` takes them. With `on_trip="raise"`, `RunStopped` leaves the call of
-            the client, which is no `Exception`.
+        options: As `BudgetTransport` takes them. With `on_trip="raise"`, `RunStopped` leaves the
+            call of the client, which is no `Exception`.
 
     Attributes:
         run: The run of the calls that are part of no other run.
@@ -216,14 +201,10 @@ class BudgetHooks(Bounded):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        **options: Unpack[EnvelopeOptions],
+        **options: Unpack[ClientOptions],
     ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt)
-        super().__init__(budget, policy, options)
-        self._hooks = Hooks(self._runs.here, lambda _: policy)
+        super().__init__(budget, **options)
+        self._hooks = Hooks(self._runs.here, lambda _: self._policy)
 
     def register(self, client: _Client) -> _Client:
         """Bound a client from now on, and return it.
@@ -250,30 +231,16 @@ class BudgetHooks(Bounded):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
 
-class _Raw:
+class _Raw(io.BytesIO):
     """The bytes of an answer that no connection has brought."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = io.BytesIO(content)
-
     def stream(self, amt: int = 65_536, **_: Any) -> Any:
-        while piece := self._content.read(amt):
+        while piece := self.read(amt):
             yield piece
-
-    def read(self, amt: int | None = None, **_: Any) -> bytes:
-        return self._content.read(amt)
-
-    def close(self) -> None:
-        self._content.close()
 
 
 def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight) -> bool:
@@ -282,19 +249,25 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
     if field not in parsed:
         call.parsed(parsed)
         return False
-    if not call.posted.is_streamed and event_stream_at(call.posted.path) is None:
+    if not call.posted.is_streamed and frames_at(call.posted.path)[1] != EVENT_STREAM:
         content = parsed[field].read()
         call.whole(content)
         parsed[field] = _body(content)
         return False
-    from budgetguard_http._events import BoundedEvents, Plain, Wrapped
-
-    shut = getattr(response["body"], "shutdown", None)  # urllib3 2.3 and later
-    if shut is not None:
-        flight.answered_by(shut)
-    form = Plain() if field == "stream" else Wrapped()
-    parsed[field] = BoundedEvents(parsed[field], call, flight, form)
+    # urllib3 2.3 and later
+    flight.shut = getattr(response["body"], "shutdown", None)
+    frames, path = Frames() if field == "stream" else Chunks(), call.posted.path
+    passing = Passing(call, frames, lambda: _read_timeout(path))
+    stream = parsed[field]
+    parsed[field] = Stream(stream, call, flight, passed(stream, passing, flight))
     return True
+
+
+def _read_timeout(path: str) -> Exception:
+    """Return botocore's own error for an answer that did not come in time."""
+    errors: Any = importlib.import_module("botocore.exceptions")  # it brings no types
+    made: Exception = errors.ReadTimeoutError(endpoint_url=path, error="the run has ended")
+    return made
 
 
 def _body(content: bytes) -> Any:

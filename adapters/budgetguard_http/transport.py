@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from budgetguard_core import Budget, Guard, Outcome
-from budgetguard_core.kit import Envelope, EnvelopeOptions, Run, envelope_of
-from budgetguard_http._policy import OnUnknown, Policy
+from budgetguard_core.kit import Envelope, Run, envelope_of
+from budgetguard_http._policy import ClientOptions, split
 from budgetguard_http._runs import EnvelopeRuns, end, traffic_of
-from budgetguard_http._seam import Seam
+from budgetguard_http._seam import Seam, module_of
 
 if TYPE_CHECKING:
     import httpx
@@ -33,12 +30,11 @@ class Bounded:
 
     def __init__(
         self,
-        budget: Budget | Guard | Envelope | None,
-        policy: Policy,
-        options: EnvelopeOptions,
+        budget: Budget | Guard | Envelope | None = None,
+        **options: Unpack[ClientOptions],
     ) -> None:
-        self._runs = EnvelopeRuns(envelope_of(budget, default=Budget(), **options))
-        self._seam = Seam(self._runs.here, lambda _: policy)
+        self._policy, rest = split(options)
+        self._runs = EnvelopeRuns(envelope_of(budget, default=Budget(), **rest))
 
     @property
     def run(self) -> Run | None:
@@ -53,14 +49,28 @@ class Bounded:
     def unsent_input(self) -> list[Any]:
         """List what OpenAI lacks of the conversation that it keeps; as `bounded_clients` has it."""
         run = self._runs.outside
-        return [] if run is None else traffic_of(run).conversations.unsent_input()
+        return [] if run is None else traffic_of(run).unsent_input()
 
     def _end(self) -> None:
         for run in self._runs.to_end():
             end(run)
 
 
-class BudgetTransport(Bounded, _Sync):
+class _Transport(Bounded):
+    """The common part of the two transports."""
+
+    def __init__(
+        self,
+        budget: Budget | Guard | Envelope | None = None,
+        inner: Any = None,
+        **options: Unpack[ClientOptions],
+    ) -> None:
+        super().__init__(budget, **options)
+        self._inner = inner
+        self._seam = Seam(self._runs.here, lambda _: self._policy)
+
+
+class BudgetTransport(_Transport, _Sync):
     """Bounds the calls of a synchronous client: `httpx.Client(transport=BudgetTransport(budget))`.
 
     The client goes to the SDK: `OpenAI(http_client=openai.DefaultHttpxClient(transport=...))`.
@@ -71,11 +81,9 @@ class BudgetTransport(Bounded, _Sync):
             each run of an adapter that the calls are made in. A `Guard`, shared by reference. An
             `Envelope` of either.
         inner: Sends what is admitted; an `HTTPTransport` of the client's package if left out.
-        on_unknown: What is done with requests to a provider that are not understood, as `Policy`.
-        exempt: Models that cost no money, by name or pattern.
-        ask_for_usage: Ask for the usage of streams.
-        options: As `Envelope` takes them. With `on_trip="raise"`, `RunStopped` leaves the SDK's
-            call, which is no `Exception`.
+        options: As `Envelope` takes them, and `on_unknown`, `exempt` and `ask_for_usage` as
+            `Policy`. With `on_trip="raise"`, `RunStopped` leaves the SDK's call, which is no
+            `Exception`.
 
     Attributes:
         run: The run of the calls that are part of no other run.
@@ -85,24 +93,10 @@ class BudgetTransport(Bounded, _Sync):
         ConfigurationError: The budget or an option makes no sense.
     """
 
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        inner: Any = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
-        super().__init__(budget, policy, options)
-        self._inner: Any = inner
-
     def handle_request(self, request: Any) -> Any:
         """Handle each request of the client."""
         if self._inner is None:
-            self._inner = sys.modules[type(request).__module__.partition(".")[0]].HTTPTransport()
+            self._inner = module_of(request).HTTPTransport()
         return self._seam.send(request, self._inner.handle_request, stream=True, of_client=False)
 
     def close(self) -> None:
@@ -112,48 +106,24 @@ class BudgetTransport(Bounded, _Sync):
         self._end()
 
     def __enter__(self) -> Self:
-        if self._inner is not None:
-            self._inner.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        if self._inner is not None:
-            self._inner.__exit__(exc_type, exc_value, traceback)
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class AsyncBudgetTransport(Bounded, _Async):
+class AsyncBudgetTransport(_Transport, _Async):
     """Bounds the calls of an asynchronous client; as `BudgetTransport`.
 
     The deadline and an abort also end a call in flight at once.
     """
 
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        inner: Any = None,
-        *,
-        on_unknown: OnUnknown = "admit",
-        exempt: Sequence[str] = (),
-        ask_for_usage: bool = True,
-        **options: Unpack[EnvelopeOptions],
-    ) -> None:
-        policy = Policy(on_unknown=on_unknown, exempt=exempt, ask_for_usage=ask_for_usage)
-        super().__init__(budget, policy, options)
-        self._inner: Any = inner
-
     async def handle_async_request(self, request: Any) -> Any:
         """Handle each request of the client."""
         if self._inner is None:
-            mod = sys.modules[type(request).__module__.partition(".")[0]]
-            self._inner = mod.AsyncHTTPTransport()
+            self._inner = module_of(request).AsyncHTTPTransport()
         send = self._inner.handle_async_request
-        return await self._seam.asend(request, send, stream=True, of_client=False)
+        return await self._seam.send(request, send, stream=True, of_client=False, is_async=True)
 
     async def aclose(self) -> None:
         """End the run of the client's calls."""
@@ -163,14 +133,7 @@ class AsyncBudgetTransport(Bounded, _Async):
             await run.in_thread(functools.partial(end, run))
 
     async def __aenter__(self) -> Self:
-        if self._inner is not None:
-            await self._inner.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -11,7 +11,7 @@ with required("LangGraph", module="langgraph", extra="langgraph"):
     import langgraph.errors as _first  # where it is missing, LangChain's core is often missing too
 
     import budgetguard_langgraph._ambient as _ambient  # installs the hook of the run around
-    from budgetguard_langgraph._outcomes import outcome
+    from budgetguard_langgraph._endings import outcome
     from budgetguard_langgraph.bounded import bounded
     from budgetguard_langgraph.callback import BudgetCallback
     from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop

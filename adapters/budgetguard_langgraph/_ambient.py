@@ -12,7 +12,7 @@ from langchain_core.tracers.context import register_configure_hook
 
 from budgetguard_core import Guard
 from budgetguard_core.kit import FRAME, Frame, Run, current
-from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._run import GraphRun, Stretch
 from budgetguard_langgraph._seams import graph_of_manager
 from budgetguard_langgraph.callback import BudgetCallback
 
@@ -72,12 +72,12 @@ class _AmbientCallback:
 
     def get(self) -> BaseCallbackHandler | None:
         frame = FRAME.get()
-        if type(frame) is not Step or frame.closed or frame.run.ended:
+        if type(frame) is not Stretch or frame.closed or frame.run.ended:
             frame = current()
         if frame is None or (frame.run is not None and frame.run.is_of_clients):
             # Of a block of clients each call is counted where it is sent.
             return None
-        if type(frame) is Step:
+        if type(frame) is Stretch:
             opener: BaseCallbackHandler = frame.graph_run.opener
             return opener
         return _callback_in(frame)

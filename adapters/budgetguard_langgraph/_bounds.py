@@ -53,15 +53,7 @@ def bind(
     opened: OpenModelCall,
     parameters: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Put bounds into the settings of one request; tell whether that of the tokens is in it.
-
-    Args:
-        model: The model.
-        settings: The settings of the request.
-        tokens: The completion bound.
-        opened: The call.
-        parameters: What the request says besides.
-    """
+    """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
     words = words_of(model)
     if words is None:
         if tokens is not None:

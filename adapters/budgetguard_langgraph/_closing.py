@@ -13,8 +13,8 @@ from langgraph.constants import END
 from langgraph.types import Interrupt, Overwrite, StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import outcome_of
-from budgetguard_langgraph._history import held_in, messages_of, placed, results_for, unanswered
+from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, close_history, outcome_of
+from budgetguard_langgraph._messages import DIALECT, held_in, messages_of
 from budgetguard_langgraph._seams import PUSH, ROOT, START
 from budgetguard_langgraph.interrupts import ANSWERED, is_budget_interrupt
 
@@ -35,13 +35,6 @@ def conversation_key(graph: Any, messages_key: str) -> str | None:
         if "add_messages" in getattr(getattr(channel, "operator", None), "__name__", "")
     ]
     return reduced[0] if len(reduced) == 1 else None
-
-
-def conversation_in(values: Any, key: str | None) -> list[BaseMessage]:
-    """Return the conversation in a state, or nothing."""
-    if key is None:
-        return []
-    return messages_of(values, key)
 
 
 def holds_another(values: Any, key: str) -> bool:
@@ -73,12 +66,12 @@ def answered(
         left: The thread before. Of a run that failed or was killed it does not tell which calls
             had started.
     """
-    messages = conversation_in(state.values, key)
+    messages = messages_of(state.values, key)
     ended = outcome_of(left)
     waited = ended is not None and ended.status == "paused"
-    known = waited or asked_in(left, ())[0]
-    results = results_for(messages, () if known else [id_ for id_, _ in unanswered(messages)])
-    return write(graph, key, placed(messages, results)) if results else None
+    note = NOT_EXECUTED if waited or asked_in(left, ())[0] else OUTCOME_UNKNOWN
+    whole, new = close_history(messages, DIALECT, lambda _, __: note)
+    return write(graph, key, whole) if new else None
 
 
 def replaced(graph: Any, key: str, whole: Sequence[BaseMessage]) -> Any:
@@ -115,12 +108,7 @@ def is_deferred(graph: Any, task: Any) -> bool:
 def asked_in(
     state: StateSnapshot | None, waiting: Sequence[Interrupt]
 ) -> tuple[bool, list[Interrupt]]:
-    """Return whether a budget stopped tasks of a thread, and list what a person is asked in it.
-
-    Args:
-        state: The thread.
-        waiting: All that waits at its checkpoint: the state has not what tasks of a workflow ask.
-    """
+    """Return whether a budget stopped tasks of a thread, and list what a person is asked in it."""
     shown = [] if state is None else [one for task in state.tasks for one in task.interrupts]
     found = {one.id: one for one in (*waiting, *shown)}
     questions = [one for one in found.values() if not is_budget_interrupt(one)]

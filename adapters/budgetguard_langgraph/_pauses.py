@@ -7,9 +7,7 @@ the state. Caps are not read from there.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,12 +24,6 @@ from budgetguard_langgraph.interrupts import is_budget_interrupt
 _CHANNEL: Final = "budgetguard"
 _ENDED: Final = "budgetguard:ended"
 _OVER: Final = "budgetguard:over"
-_KEPT: Final = 1024
-# Beside the checkpoint: for savers that can only be awaited, where a hook cannot.
-_HERE: Final[OrderedDict[tuple[str, str, int], str]] = OrderedDict()
-
-# What savers raise that can only be awaited, in a hook.
-_ONLY_AWAITED: Final = (NotImplementedError, asyncio.InvalidStateError)
 _COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
 
 
@@ -41,12 +33,7 @@ def both(call: Callable[..., Any], awaited: Callable[..., Awaitable[Any]], *give
 
 
 def called_with(bound: Any, given: Any) -> dict[str, Any]:
-    """Return what a graph will be called with, as LangGraph puts it together.
-
-    Args:
-        bound: The configuration of the graph.
-        given: That of the call.
-    """
+    """Return what a graph will be called with, as LangGraph puts it together."""
     explicit = {**configuration(bound or {}), **configuration(given or {})}
     if any(explicit.get(name) is not None for name in _COORDINATES):
         return explicit
@@ -68,11 +55,8 @@ def pending(writes: Iterable[Any]) -> list[Interrupt]:
 class Thread:
     """The thread of one graph run: where its checkpoints are.
 
-    Args:
-        graph: The graph.
-        configurable: The configurable part of the run's configuration.
-
     Attributes:
+        has_checkpointer: Its checkpoints are kept, on this thread or another.
         waiting: The interrupts at its checkpoint, once the counters there were looked for.
         was_stopped: A budget has stopped a task there, which may have finished since; releases of
             LangGraph before 1.2 have it wait still.
@@ -83,8 +67,9 @@ class Thread:
         self.was_stopped = False
         self._taken: str | None = None
         saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
+        self.has_checkpointer = isinstance(saver, BaseCheckpointSaver)
         thread_id = configurable.get("thread_id")
-        known = isinstance(saver, BaseCheckpointSaver) and thread_id is not None
+        known = self.has_checkpointer and thread_id is not None
         self.saver: Any = saver if known else None
         namespace = str(configurable.get("checkpoint_ns") or "")
         if getattr(graph, "checkpointer", None) is True:
@@ -96,6 +81,11 @@ class Thread:
         if checkpoint is not None and TASK not in configurable:
             self.config["configurable"]["checkpoint_id"] = checkpoint
         self.key = (str(thread_id), namespace)
+
+    @property
+    def asks_nobody(self) -> bool:
+        """True if all that waits there is the stop of a budget."""
+        return bool(self.waiting) and all(is_budget_interrupt(one) for one in self.waiting)
 
     def moved(self, config: Any) -> None:
         """Follow a call that was made at one checkpoint of the thread to the one where it is."""
@@ -125,15 +115,10 @@ class Thread:
         """Leave the counters of a run at the checkpoint where it waits."""
         if self.saver is None:
             return
-        writes = _writes(guard, slot)
         try:
-            yield from self._add(writes)
+            yield from self._add(_writes(guard, slot))
         except Exception as error:
-            _HERE[(*self.key, slot)] = writes[0][1]
-            while len(_HERE) > _KEPT:
-                _HERE.popitem(last=False)
-            if not isinstance(error, _ONLY_AWAITED):
-                guard.tree.report("checkpoint", error)
+            guard.tree.report("checkpoint", error)
 
     def leave(self, guard: Guard, outcome: Outcome, slot: int) -> Flow[None]:
         """Leave how a run ended, without its messages, and its counters where it waits."""
@@ -164,7 +149,6 @@ class Thread:
             yield both(self.saver.put_writes, self.saver.aput_writes, *to)
 
     def _newest(self, chain: Sequence[Any], slot: int) -> Snapshot | None:
-        here = _HERE.pop((*self.key, slot), None)
         listed = [list[Any](one.pending_writes or ()) for one in chain if one is not None]
         writes = listed[0] if listed else []
         self.waiting = pending(writes)
@@ -173,7 +157,6 @@ class Thread:
         left = [one for writes in listed for one in writes]
         over = {value for _, channel, value in left if channel == _OVER}
         texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{slot}"]
-        texts += [] if here is None else [here]
         found: list[Snapshot] = []
         for text in texts:
             try:

@@ -1,4 +1,9 @@
-"""A run of the kit in LangChain's world, and what is known of its calls in flight."""
+"""A run of the kit in LangChain's world, its calls in flight, and whose a call is.
+
+LangChain tells callbacks apart by identity and calls by run ids, so a run is found by the id of the
+chain around a call, and by the frame where a configuration did not come through. Where several runs
+are around a call, the innermost one counts it: it is a part of the others.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +11,41 @@ import asyncio
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.errors import GraphBubbleUp
 
-from budgetguard_core import Budget, RunFencedError, Trip
+from budgetguard_core import RunFencedError, Trip
 from budgetguard_core.kit import (
     FRAME,
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    Call,
     Frame,
-    ModelCall,
-    OpenModelCall,
+    ModelTurn,
     OpenToolCall,
-    Prompt,
     Run,
-    Stop,
+    ToolCalls,
+    current,
 )
-from budgetguard_langgraph._asked import AskedCalls, shorten
+from budgetguard_langgraph._branch import Branch, are_due
 from budgetguard_langgraph._pauses import Thread, pending
-from budgetguard_langgraph._seams import GraphCall, is_drained
+from budgetguard_langgraph._seams import GraphCall, is_drained, surrounding_run_id
 from budgetguard_langgraph.interrupts import NotRetried, is_budget_interrupt
 
 _REPLIES: Final = 16
+_KEPT: Final = 64
+"""Graphs inside a run whose prompts and tool calls are known at the same time."""
 
-RunId: TypeAlias = int | str | UUID
-"""A run id of LangChain's as a key: the number of a UUID, whose own hash is a call of Python's.
-
-LangGraph takes ids that are none, as texts, and keeps them.
-"""
+RunId: TypeAlias = UUID | str
+"""A run id of LangChain's; LangGraph takes ids that are none, as texts, and keeps them."""
 
 
-class Step(Frame):
+class Stretch(Frame):
     """The frame of a stretch of a LangChain run: a node, a model call, a tool.
 
     Hooks have no block to enter it in: they set it, and `leave` takes it back.
@@ -47,16 +54,13 @@ class Step(Frame):
     __slots__ = ("before", "closed", "graph_run", "run_id")
 
     def __init__(self, graph_run: GraphRun, call: Any = None, run_id: RunId | None = None) -> None:
-        # Four are made in each turn, so the base class is not called.
-        self.run = run = graph_run.run
-        self.guard = run.guard
-        self.call = call
-        self.above = run.above
+        run = graph_run.run
+        super().__init__(run.guard, run=run, call=call, above=run.above)
         self.graph_run = graph_run
         self.run_id = run_id
         self.closed = False
         before = FRAME.get()
-        self.before = _open(before) if type(before) is Step and before.closed else before
+        self.before = _open(before) if type(before) is Stretch and before.closed else before
 
     def leave(self) -> None:
         """Take the frame back.
@@ -87,55 +91,46 @@ def _open(frame: Frame | None) -> Frame | None:
     Where all are, it is the outermost of a run that goes on: that is how what outlives its chain
     is known, and how a long run keeps no more than one of them.
     """
-    last: Step | None = None
-    while type(frame) is Step and frame.closed and not (frame.run.ended and frame.is_live):
+    last: Stretch | None = None
+    while type(frame) is Stretch and frame.closed and not (frame.run.ended and frame.is_live):
         last, frame = frame, frame.before
     return frame if frame is not None or last is None or last.run.ended else last
 
 
 @dataclass(slots=True)
-class ModelCallInFlight:
-    """A model call, from its start hook to its end.
-
-    Attributes:
-        asked: What the run was asked for.
-        opened: The answer to it; the call begins after the wait that it may ask for.
-        model: The model, where a bound has to reach it; `settings` are those of its request.
-        call: What was opened, once it has begun; `step` is the frame of what makes it.
-        bounded: The budget's completion bound has reached the request.
-    """
+class InFlight:
+    """A call from its start hook to its end; `forget` takes back what waits for its task's end."""
 
     run_id: RunId
-    facts: Mapping[str, Any]
-    parameters: Mapping[str, Any] | None
-    prompt: Sequence[Any]
-    namespace: str
+    step: Stretch
+    forget: Callable[[], object] = field(init=False, default=lambda: None)
+
+
+@dataclass(slots=True)
+class ModelCallInFlight(InFlight):
+    """A model call.
+
+    Attributes:
+        turn: The call, in the kit's words.
+        branch: Its graph; `place` is where in it: the next call there after a failure is a retry.
+        bounded: The budget's completion bound has reached the request.
+        reported: The usage that the chunks of its stream report.
+    """
+
+    turn: ModelTurn
+    branch: Branch
     place: Any
-    model: Any
-    settings: dict[str, Any] | None
-    asked: ModelCall
-    opened: OpenModelCall | Stop
-    call: OpenModelCall = field(init=False)
-    step: Step = field(init=False)
+    prompt: Sequence[Any]
+    speaker: str | None
     bounded: bool = False
-    forget: Callable[[], None] | None = None
-    streamed: list[str] = field(default_factory=list[str])
     reported: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
 
 @dataclass(slots=True)
-class ToolCallInFlight:
-    """A tool call, from its start hook to its end.
+class ToolCallInFlight(InFlight):
+    """A tool call whose body has started."""
 
-    Attributes:
-        call: The answer to it; its body starts after the wait that it may ask for.
-        step: The frame of its body, once it has started.
-    """
-
-    run_id: RunId
     call: OpenToolCall
-    step: Step = field(init=False)
-    forget: Callable[[], None] | None = None
 
 
 class Fenced(RunFencedError, GraphBubbleUp, NotRetried):
@@ -151,14 +146,17 @@ class GraphRun:
         outer: The run around it, where that is one of this adapter too.
         root: The id of the chain that it began with; None for calls outside of any chain.
         chains: The chains that go on, by id, with the frames of their code.
+        results: What tools returned since the last answer, by id: a node may lose them with their
+            siblings.
+        ends_in_a_node: Its graph has a middleware, which writes the ending of a guard around it.
         waits: A person was asked, or the graph stopped at a breakpoint.
         open_before: The tool calls that were open when it began: those of a killed process.
-        is_answered: It goes on with a person's answer; `is_saved`: it has a store.
+        is_answered: It goes on with a person's answer.
         graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
             its counters lie while it waits.
         next_step: What was refused last.
-        asked_model: The model of the last request, with its system messages; kept where the run
-            may have a last answer. `model_name` is its name for the price.
+        asked_model: The model of the last request, with its system messages. `model_name` is its
+            name for the price.
         sent: What a model was sent last; `said` is its answer.
         stopped_inside: The stop of a run inside this one that is the same call of the graph.
     """
@@ -173,7 +171,6 @@ class GraphRun:
         answered: bool = False,
     ) -> None:
         self.run = run
-        self.is_saved = run.is_saved
         self.opener = opener
         self.root = root
         self.outer = outer
@@ -181,11 +178,14 @@ class GraphRun:
         self.settled = threading.Condition(self.lock)
         self.is_answered = answered
         self.open_before = run.guard.open_tool_calls()
-        self._first_steps: dict[RunId | None, Any] = {}
-        self.asked = AskedCalls(run, self.lock, answered=answered)
+        # A call of a process that died while it waited is made once more.
+        self.paused = ToolCalls(run)
+        if answered:
+            self.paused.restore(self.open_before)
+        self.results: dict[str, list[ToolMessage]] = {}
         self.models: dict[RunId, ModelCallInFlight] = {}
         self.tools: dict[RunId, ToolCallInFlight] = {}
-        self.chains: dict[RunId, Step | None] = {}
+        self.chains: dict[RunId, Stretch | None] = {}
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
         self.slot = 0
@@ -196,15 +196,16 @@ class GraphRun:
         self.said: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
         self.ends_in_a_node = False
-        """Whether its graph has a middleware, which writes the ending of a guard around it."""
         self.waits = False
-        self.is_awaited = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
         self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
         self.model_name: str | None = None
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._first_steps: dict[RunId | None, Any] = {}
+        self._branches: OrderedDict[str, Branch] = OrderedDict()
         self._replies: deque[str] = deque(maxlen=_REPLIES)
+
+    # The runs around it
 
     def opened_by(self, callback: object) -> GraphRun | None:
         """Return this run, or the one around it, that a callback opened."""
@@ -241,13 +242,10 @@ class GraphRun:
             outer.stopped_inside = outer.stopped_inside or trip
             outer = outer.outer
 
-    def goes_on_with(self, graph: RunId | None, step: int | None) -> bool:
-        """Return whether a step of a graph had begun when a person was asked: it is no further one.
+    # Its steps and conversations
 
-        Args:
-            graph: The id of the graph's own chain.
-            step: The number of its step.
-        """
+    def goes_on_with(self, graph: RunId | None, step: int | None) -> bool:
+        """Return whether a step of a graph had begun already when a person was asked."""
         if self.run.has_to_end:
             return False
         return self._first_steps.setdefault(graph, step) == step
@@ -265,33 +263,35 @@ class GraphRun:
                 for one in guard.lineage:
                     ends = ends or one.trip is not None
             trip = run.check() if ends else None
-        return None if trip is None or self.asked.are_due() else trip
-
-    # Prompts
-
-    @property
-    def budgets(self) -> list[Budget]:
-        """Every budget that a call of this run is charged to."""
-        return [one.budget for guard in self.run.guards for one in guard.lineage]
+        if trip is None:
+            return None
+        with self.lock:
+            calls = (self.paused, *(one.calls for one in self._branches.values()))
+            return None if any(are_due(one) for one in calls) else trip
 
     @property
     def conversation(self) -> list[BaseMessage]:
         """The last conversation that a model was sent, with its answer."""
         return [one for one in (*self.sent, self.said) if isinstance(one, BaseMessage)]
 
-    def prompt_of(self, namespace: str) -> Prompt:
-        """Return the projection of the prompts of one graph in this run."""
-        found = self._prompts.get(namespace)
-        if found is None:
-            found = self._prompts[namespace] = Prompt()
-            shorten(self._prompts)
+    def branch(self, node: object) -> Branch:
+        """Return the graph around a node: tasks have a namespace of their own below its own."""
+        namespace = str(node or "").rpartition("|")[0]
+        with self.lock:
+            found = self._branches.get(namespace)
+            if found is None:
+                found = Branch(self.run, self.paused, is_answered=self.is_answered)
+                self._branches[namespace] = found
+                if len(self._branches) > _KEPT:
+                    self._branches.popitem(last=False)
         return found
 
     def has_failed(self, place: Any) -> None:
         """Note that a call failed here: the next one at this place is another attempt."""
         with self.lock:
             self.failed[place] = None
-            shorten(self.failed)
+            if len(self.failed) > _KEPT:
+                self.failed.popitem(last=False)
 
     def is_said_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
         """Return whether an answer belongs to what was said before in this run.
@@ -302,39 +302,52 @@ class GraphRun:
         with self.lock:
             before = set(self._replies)
             self._replies.append(text)
-        return not before or any(getattr(one, "content", one) in before for one in _texts(prompt))
+        said = [getattr(one, "content", one) for one in prompt[-_REPLIES:]]
+        return not before or any(isinstance(one, str) and one in before for one in said)
 
     # Tools in flight
-
-    def runs_tools(self) -> bool:
-        """Return whether tools are in flight."""
-        return bool(self.tools)
 
     def wait_for_tools(self, seconds: float) -> None:
         """Block until no tool is in flight, at most so long."""
         with self.settled:
-            self.is_awaited = True
             self.settled.wait_for(lambda: not self.tools, seconds)
 
-    def started(self) -> list[str | None]:
-        """List the ids of the calls whose body was started and has not ended."""
+    def answers(self, messages: Sequence[BaseMessage]) -> Callable[[Call, int], Any]:
+        """Return what gives the open calls of a conversation their results.
+
+        That is what they returned where it is known, else a note.
+        """
         flying = [ticket.call.id for ticket in self.run.guard.open_tool_calls()]
         inner = [one.call.call.id for one in self.tools.values()]
         left = [call.call.id for call in self.interrupted]
-        return [*dict.fromkeys([*flying, *inner, *left])]
+        started = {*flying, *inner, *left}
+        have = {one.id for one in messages if one.id is not None}
+        lost = {
+            id_: [one for one in results if one.id is None or one.id not in have]
+            for id_, results in self.results.items()
+        }
+
+        def answer(call: Call, _: int) -> Any:
+            if lost.get(call.id):
+                return lost[call.id].pop(0)
+            if call.id not in started:
+                return NOT_EXECUTED
+            started.remove(call.id)
+            return OUTCOME_UNKNOWN
+
+        return answer
 
     # The end
 
-    def release(self, node: str) -> None:
-        """Charge the model calls below a node that was cancelled; they report nothing."""
+    def forget_model_calls(self, error: BaseException, node: str = "") -> None:
+        """Charge the model calls in flight, or those below a node: they report nothing."""
         with self.lock:
             ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
             flying = [self.models.pop(id_) for id_ in ids]
         for one in flying:
             OWNERS.pop(one.run_id, None)
-            if one.forget is not None:
-                one.forget()
-            self.run.failed(one.call, asyncio.CancelledError(), written="".join(one.streamed))
+            one.forget()
+            one.turn.failed(error)
             one.step.leave()
 
     def left(self, run_id: RunId) -> None:
@@ -358,24 +371,14 @@ class GraphRun:
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""
         with self.lock:
-            models = list(self.models.values())
-            self.asked.leave()
-            self._prompts.clear()
-            for run_id in (*self.chains, *self.models, *self.tools):
+            for branch in self._branches.values():
+                branch.calls.close()
+            self._branches.clear()
+            for run_id in self.tools:
                 OWNERS.pop(run_id, None)
-            for step in self.chains.values():
-                if step is not None:
-                    step.leave()
-            self.chains.clear()
-            self.models.clear()
-        for flying in models:
-            if flying.forget is not None:
-                flying.forget()
-            # A cancelled call reports nothing at all.
-            self.run.failed(
-                flying.call, error or asyncio.CancelledError(), written="".join(flying.streamed)
-            )
-            flying.step.leave()
+            for run_id in list(self.chains):
+                self.left(run_id)
+        self.forget_model_calls(error or asyncio.CancelledError())
         for inner in self.inner.values():
             inner.leave(error)
         self.inner.clear()
@@ -386,7 +389,7 @@ class GraphRun:
         Raises:
             Fenced: The run was resumed elsewhere.
         """
-        if self.is_saved:
+        if self.run.is_saved:
             try:
                 self.run.save()
             except RunFencedError as error:
@@ -403,23 +406,70 @@ OWNERS: Final[dict[RunId, GraphRun]] = {}
 """The innermost run around each chain, model call and tool call that goes on."""
 
 
-def when_task_ends(call_back: Callable[[], None]) -> Callable[[], None] | None:
+def owner_of(
+    run_id: RunId | None, parent_run_id: RunId | None, frame: Frame | None
+) -> GraphRun | None:
+    """Return the innermost run that a call in a frame belongs to, as far as it is known."""
+    known = OWNERS.get(run_id) if run_id is not None else None
+    if known is None and parent_run_id is not None:
+        known = OWNERS.get(parent_run_id)
+    if known is None and OWNERS:
+        known = OWNERS.get(surrounding_run_id())
+    around = _run_of(frame)
+    if known is None and around is None and parent_run_id is not None:
+        known = _outlived()
+    if known is None or (around is not None and around.is_below(known)):
+        return around
+    return known
+
+
+def run_around() -> GraphRun | None:
+    """Return the run of this adapter that the code is a part of, by its frame."""
+    return _run_of(current())
+
+
+def _run_of(frame: Frame | None) -> GraphRun | None:
+    while frame is not None:
+        if isinstance(frame, Stretch):
+            return frame.graph_run
+        frame = frame.above
+    return None
+
+
+def _outlived() -> GraphRun | None:
+    """Return the run of a chain that is over and unknown by now: what it began may outlive it."""
+    frame = FRAME.get()
+    if type(frame) is Stretch and (not frame.run.ended or frame.is_live):
+        return frame.graph_run
+    return None
+
+
+def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
+    """Return whether a run of another adapter, inside this one, counts the calls in a frame."""
+    if frame is None or isinstance(frame, Stretch) or frame.run is None:
+        return False
+    above = frame.run.above
+    while above is not None:
+        if above.run is graph_run.run:
+            return True
+        above = above.above
+    return False
+
+
+def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object]:
     """Call back when the current task ends: a cancelled call reports no end.
 
     Returns:
-        A function that takes it back; None where there is no task.
+        A function that takes it back.
     """
-    task = asyncio.current_task()
+    task: asyncio.Task[Any] | None = None
+    with suppress(RuntimeError):
+        task = asyncio.current_task()
     if task is None:
-        return None
+        return lambda: None
 
     def ended(_: object) -> None:
         call_back()
 
     task.add_done_callback(ended)
-    return lambda: cast("None", task.remove_done_callback(ended))
-
-
-def _texts(prompt: Sequence[Any]) -> list[Any]:
-    recent = prompt[-_REPLIES:]
-    return [one for one in recent if isinstance(getattr(one, "content", one), str)]
+    return lambda: task.remove_done_callback(ended)

@@ -7,16 +7,14 @@ refused, never bounded in part.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from inspect import signature, unwrap
 from types import FrameType, MethodType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import langgraph.errors
 from langchain_core.callbacks import BaseCallbackManager
@@ -26,7 +24,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import part
+from budgetguard_core.kit import part, run_awaited, run_blocking
 
 
 def _found(module: str, path: str) -> Any:
@@ -105,7 +103,7 @@ def is_drained(error: BaseException | None) -> bool:
 
 
 _DEEPEST: Final = 150
-_NEAREST: Final = 12
+_NEAREST: Final = 20
 _MANAGER: Final = 7
 _STREAMS: Final = frozenset({"stream", "astream"})
 _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
@@ -206,50 +204,45 @@ def graph_of_manager() -> Any:
     return cast("Any", found) if isinstance(found, Pregel) else None
 
 
-def request_around() -> tuple[Any, dict[str, Any] | None, list[Any] | None]:
-    """Return the model whose start hook is running, the settings of its request, and its messages.
+class Asked(NamedTuple):
+    """The request of a model whose start hook is running, as far as it is known.
 
     Settings and messages are the very objects that go on to the provider's package. Where several
     prompts start together there are no messages.
     """
+
+    model: Any = None
+    settings: dict[str, Any] | None = None
+    messages: list[Any] | None = None
+
+
+def request_around() -> Asked:
+    """Return the request whose start hook is running."""
     frame = _frame_of(_CALLS, "kwargs", _NEAREST)
     if frame is None:
-        return None, None, None
+        return Asked()
     values: Any = frame.f_locals
     settings, messages = values.get("kwargs"), values.get("messages")
     if messages.__class__ is list and messages and messages[0].__class__ is list:
         messages = messages[0] if len(messages) == 1 else None
-    return (
+    return Asked(
         values.get("self"),
         settings if settings.__class__ is dict else None,
         messages if messages.__class__ is list else None,
     )
 
 
-@contextmanager
-def closing_pending_hooks() -> Generator[None]:
-    """Close the coroutines of other callbacks' hooks when the wait in here is cancelled."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        close_pending_hooks()
-        raise
-
-
-def close_pending_hooks() -> None:
+def _close_pending_hooks() -> None:
     """Close the coroutines of other callbacks' hooks, which a raising one leaves behind.
 
     langchain-core awaits them one after the other and drops the rest; each would warn.
     """
     frame = _frame_of(_STARTS, "inline_tasks")
-    if frame is None:
-        return
-    for name in ("inline_tasks", "non_inline_tasks"):
-        tasks: list[Any] = frame.f_locals.get(name, [])
-        for task in tasks:
-            # The one that runs now is suspended nowhere, and must not be closed.
-            if getattr(task, "cr_frame", None) is not None and not task.cr_running:
-                task.close()
+    values: Any = {} if frame is None else frame.f_locals
+    for task in (*values.get("inline_tasks", ()), *values.get("non_inline_tasks", ())):
+        # The one that runs now is suspended nowhere, and must not be closed.
+        if getattr(task, "cr_frame", None) is not None and not task.cr_running:
+            task.close()
 
 
 # Hooks
@@ -269,23 +262,28 @@ _AWAITS: Final = _found("langchain_core.callbacks.manager", "_ahandle_event_for_
 
 
 class WaitingHook:
-    """A start hook that waits as its caller does: in the task of asynchronous code, or blocking.
+    """A hook that waits as its caller does: in the task of asynchronous code, or blocking.
 
     langchain-core awaits the hooks of a handler only in asynchronous code, and swallows what an
     awaited one raises in synchronous code. So what it gets to see depends on who asks.
-
-    Args:
-        blocking: The method for synchronous code.
-        awaited: The same for asynchronous code.
     """
 
-    def __init__(self, blocking: Callable[..., None], awaited: Callable[..., Any]) -> None:
-        self._blocking = blocking
-        self._awaited = awaited
+    def __init__(self, flow: str) -> None:
+        self._flow = flow
 
     def __get__(self, handler: object, owner: type) -> Any:
         asks = sys._getframe(1).f_code.co_name  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - no public way
         return MethodType(self._awaited if asks == _AWAITS else self._blocking, handler)
+
+    def _blocking(self, handler: object, *given: Any, **facts: Any) -> None:
+        run_blocking(getattr(handler, self._flow)(*given, **facts))
+
+    async def _awaited(self, handler: object, *given: Any, **facts: Any) -> None:
+        try:
+            await run_awaited(getattr(handler, self._flow)(*given, **facts))
+        except BaseException:
+            _close_pending_hooks()
+            raise
 
 
 # Configurations
@@ -316,9 +314,8 @@ def configuration(config: Any = None) -> Mapping[str, Any]:
 
 
 def surrounding_run_id() -> Any:
-    """Return the id of the chain that the code is a part of, as a key."""
-    found = getattr(_around().get("callbacks"), "parent_run_id", None)
-    return getattr(found, "int", found)
+    """Return the id of the chain that the code is a part of."""
+    return getattr(_around().get("callbacks"), "parent_run_id", None)
 
 
 def surrounding_callbacks() -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from functools import reduce
 from typing import Any, Final, TypeGuard, cast
 
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, reported_cost, token_usage
+from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, token_usage
 
 _BOUNDS: Final = (
     "max_completion_tokens",
@@ -21,38 +20,12 @@ _BOUNDS: Final = (
 )
 _ANY_BOUND: Final = frozenset(_BOUNDS)
 # Elsewhere langchain-core makes the provider's name up from the name of the model's class.
-_PROVIDERS: Final = frozenset(
-    [
-        "amazon_bedrock",
-        "anthropic",
-        "azure",
-        "azure_openai",
-        "bedrock",
-        "bedrock_converse",
-        "cerebras",
-        "cohere",
-        "deepseek",
-        "fireworks",
-        "google_genai",
-        "google_vertexai",
-        "groq",
-        "huggingface",
-        "llamacpp",
-        "mistral",
-        "mistralai",
-        "moonshot",
-        "novita",
-        "nvidia",
-        "ollama",
-        "openai",
-        "openrouter",
-        "perplexity",
-        "together",
-        "togetherai",
-        "vllm",
-        "xai",
-    ]
-)
+_NAMES: Final = """
+    amazon_bedrock anthropic azure azure_openai bedrock bedrock_converse cerebras cohere
+    deepseek fireworks google_genai google_vertexai groq huggingface llamacpp mistral mistralai
+    moonshot novita nvidia ollama openai openrouter perplexity together togetherai vllm xai
+"""
+_PROVIDERS: Final = frozenset(_NAMES.split())
 _CUT: Final = frozenset({"length", "max_tokens", "max_output_tokens", "model_length"})
 _REFUSED: Final = frozenset({"refusal", "content_filter", "SAFETY"})
 _FINISHES: Final = ("finish_reason", "stop_reason", "done_reason")
@@ -65,39 +38,10 @@ _HOSTED_CALLS: Final = (
     "image_generation_call",
 )
 
-# A usage record of LangChain's that tells all there is, and nothing that the kit knows better.
-_TOLD: Final = frozenset(
-    {
-        "input_token_details",
-        "input_tokens",
-        "output_token_details",
-        "output_tokens",
-        "total_tokens",
-    }
-)
-_TOLD_OF_INPUT: Final = frozenset({"audio", "cache_creation", "cache_read", "text"})
-_TOLD_OF_OUTPUT: Final = frozenset({"audio", "reasoning", "text"})
-_NOTHING: Final[dict[str, Any]] = {}
-_NESTS_NOTHING: Final = frozenset({bool, float, int, str, type(None)})
-
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a record of the framework's has named fields."""
-    # First what it nearly always is: an abstract class is asked in a call of Python's.
-    return type(value) is dict or isinstance(value, Mapping)
-
-
-def used_by(record: Any) -> tuple[TokenUsage | None, Decimal | None]:
-    """Return what a call used and what its provider says that it cost, as the kit reads both.
-
-    Args:
-        record: The answer, or the response of a text model.
-    """
-    told: Any = getattr(record, "usage_metadata", None)
-    used = _plainly(told) if type(told) is dict else None  # pyright: ignore[reportUnknownArgumentType] - no call
-    if used is not None and _tells_no_cost(record):
-        return used, None
-    return token_usage(record), reported_cost(record)
+    return isinstance(value, Mapping)
 
 
 def totals_in(reported: Sequence[Mapping[str, Any]]) -> TokenUsage | None:
@@ -118,43 +62,6 @@ def totals_in(reported: Sequence[Mapping[str, Any]]) -> TokenUsage | None:
     later = answered[1:]
     is_one_sided = answered[0] == 0 and not any(prompts[1:]) and len(set(later)) == len(later) > 1
     return reduce(merge_usage, parts) if is_total or is_one_sided else None
-
-
-def _plainly(told: dict[str, Any]) -> TokenUsage | None:
-    """Read a record that is complete and adds up; None for any other, which the kit reads."""
-    inputs = told.get("input_token_details") or _NOTHING
-    outputs = told.get("output_token_details") or _NOTHING
-    if not (
-        told.keys() <= _TOLD
-        and type(inputs) is type(outputs) is dict
-        and inputs.keys() <= _TOLD_OF_INPUT
-        and outputs.keys() <= _TOLD_OF_OUTPUT
-    ):
-        return None
-    given: Any = told.get("input_tokens")
-    answered: Any = told.get("output_tokens")
-    read, write = inputs.get("cache_read", 0), inputs.get("cache_creation", 0)
-    reasoning = outputs.get("reasoning", 0)
-    if (
-        type(given) is type(answered) is int
-        and type(read) is type(write) is type(reasoning) is int
-        and given > 0
-        and answered > 0
-        and told.get("total_tokens") == given + answered
-        and read >= 0
-        and write >= 0
-        and read + write <= given
-        and 0 <= reasoning <= answered
-    ):
-        return TokenUsage(given, answered, read, write, reasoning_tokens=reasoning)
-    return None
-
-
-def _tells_no_cost(answer: BaseMessage) -> bool:
-    for value in answer.response_metadata.values():
-        if type(value) not in _NESTS_NOTHING:
-            return False
-    return not answer.__pydantic_extra__
 
 
 def answer_of(response: LLMResult) -> BaseMessage | None:
@@ -217,12 +124,6 @@ def _count(value: object) -> int | None:
 def own_bound(model: object) -> int | None:
     """Return the completion bound of a model that tells it nowhere but on itself, as ChatOllama."""
     return next((found for name in _BOUNDS if (found := _count(getattr(model, name, None)))), None)
-
-
-def schema_of(parameters: Mapping[str, Any] | None) -> Any:
-    """Return the schema that an answer has to fit, as the request names it."""
-    parameters = parameters or {}
-    return parameters.get("response_format") or parameters.get("response_schema")
 
 
 def was_cut(message: BaseMessage | None) -> bool:

@@ -18,18 +18,9 @@ _LISTS: Final = frozenset({"debug", "tasks", "checkpoints"})
 
 
 class View:
-    """The stream modes and keys that a caller asked for, over those that are needed to close.
+    """The stream modes and keys that a caller asked for, over those that are needed to close."""
 
-    Args:
-        graph: The graph.
-        messages_key: The channel of the conversation, None without one.
-        options: The options of the entry point; changed to what the graph is to be called with.
-        nested: The graph runs as a node of another one.
-    """
-
-    def __init__(
-        self, graph: Any, messages_key: str | None, options: dict[str, Any], *, nested: bool
-    ) -> None:
+    def __init__(self, graph: Any, options: dict[str, Any], *, nested: bool) -> None:
         mode = options.pop("stream_mode", None)
         if mode is None:
             mode = "values" if nested else graph.stream_mode
@@ -39,15 +30,8 @@ class View:
         self._typed = options.get("version", "v1") != "v1"
         self.latest: Any = None
         """The last state, as the caller is to see it."""
-        self.conversation: Any = None
-        """The last state of the conversation, where the caller does not see it."""
         keys = options.get("output_keys")
         self.keys: Any = graph.stream_channels_asis if keys is None else keys
-        self._hidden: str | None = None
-        listed: list[str] = [] if isinstance(self.keys, str) else list(self.keys)
-        if listed and messages_key is not None and messages_key not in listed:
-            self._hidden = messages_key
-            options["output_keys"] = [*listed, messages_key]
         options["stream_mode"] = (
             self._modes if "values" in self._modes else [*self._modes, "values"]
         )
@@ -72,7 +56,7 @@ class View:
             payload = _without_stops(payload)
         stops = False
         if mode in _STATES:
-            payload, interrupts, stops = self._asked_for(namespace, mode, payload, interrupts)
+            payload, interrupts, stops = _asked_for(payload, interrupts)
         if stops and not payload:
             return ()
         if mode == "values" and not namespace:
@@ -94,48 +78,6 @@ class View:
         if self._subgraphs:
             return (namespace, *parts)
         return payload if self._single else parts
-
-    def _asked_for(
-        self, namespace: tuple[str, ...], mode: str, payload: Any, interrupts: tuple[Any, ...]
-    ) -> tuple[Any, tuple[Any, ...], bool]:
-        if self._hidden is not None and not namespace and isinstance(payload, dict):
-            payload = self._without_hidden(mode, cast("dict[str, Any]", payload))
-        told: tuple[Any, ...] = ()
-        if isinstance(payload, dict) and INTERRUPT in payload:
-            told = tuple(cast("Sequence[Any]", payload[INTERRUPT]))
-        if not told and not interrupts:
-            return cast("Any", payload), (), False
-        found = (*interrupts, *told)
-        others = [one for one in found if not is_budget_interrupt(one)]
-        if len(others) == len(found):
-            return cast("Any", payload), interrupts, False
-        if told:
-            left = {k: v for k, v in cast("dict[str, Any]", payload).items() if k != INTERRUPT}
-            asked = tuple(one for one in told if not is_budget_interrupt(one))
-            payload = {**left, INTERRUPT: asked} if asked else left
-        kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
-        return cast("Any", payload), kept, True
-
-    def _without_hidden(self, mode: str, payload: dict[str, Any]) -> dict[str, Any]:
-        if mode == "values":
-            if self._hidden in payload:
-                self.conversation = payload[self._hidden]
-            return {k: v for k, v in payload.items() if k != self._hidden}
-        shown: dict[str, Any] = {}
-        for node, update in payload.items():
-            if isinstance(update, dict) and self._hidden in update:
-                changes = cast("dict[str, Any]", update)
-                update = {k: v for k, v in changes.items() if k != self._hidden} or None
-            shown[node] = update
-        return shown
-
-    def state(self) -> dict[str, Any]:
-        """Return the last state with the conversation in it."""
-        known = isinstance(self.latest, dict)
-        values = dict(cast("dict[str, Any]", self.latest)) if known else {}
-        if self._hidden is not None and self.conversation is not None:
-            values[self._hidden] = self.conversation
-        return values
 
     def of_state(self, values: Any) -> Any:
         """Return what the caller sees of a state that was read from its thread."""
@@ -185,6 +127,20 @@ class View:
                 yield self.chunk("debug", event)
 
 
+def _asked_for(payload: Any, interrupts: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
+    """Take the interrupts of budgets out of a state; return whether there were any."""
+    known: dict[str, Any] = dict(cast("Any", payload)) if isinstance(payload, dict) else {}
+    told = tuple(known.get(INTERRUPT, ()))
+    asked = tuple(one for one in told if not is_budget_interrupt(one))
+    kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
+    if len(asked) == len(told) and len(kept) == len(interrupts):
+        return cast("Any", payload), interrupts, False
+    if told:
+        left = {name: value for name, value in known.items() if name != INTERRUPT}
+        payload = {**left, INTERRUPT: asked} if asked else left
+    return cast("Any", payload), kept, True
+
+
 def _without_stops(payload: Any) -> Any:
     """Take the interrupts of budgets out of a task, a checkpoint or a debug event."""
     if isinstance(payload, list):
@@ -194,17 +150,10 @@ def _without_stops(payload: Any) -> Any:
     found: dict[str, Any] = {}
     for name, value in cast("dict[str, Any]", payload).items():
         if name == "interrupts" and isinstance(value, (list, tuple)):
-            kept = [one for one in cast("Sequence[Any]", value) if not _is_stop(one)]
+            kept = [one for one in cast("Sequence[Any]", value) if not is_budget_interrupt(one)]
             found[name] = kept if isinstance(value, list) else tuple(kept)
         elif name in ("payload", "tasks"):
             found[name] = _without_stops(value)
         else:
             found[name] = value
     return found
-
-
-def _is_stop(interrupt: Any) -> bool:
-    if isinstance(interrupt, dict):
-        value: Any = cast("dict[str, Any]", interrupt).get("value")
-        return isinstance(value, dict) and "stop_reason" in value and "run_id" in value
-    return is_budget_interrupt(interrupt)

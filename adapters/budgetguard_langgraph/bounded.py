@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast, overload
 
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
-from langgraph.pregel.protocol import (  # pyright: ignore[reportMissingTypeStubs]
-    PregelProtocol,
-)
-from langgraph.types import StateSnapshot, StateUpdate
+from langgraph.pregel.protocol import PregelProtocol  # pyright: ignore[reportMissingTypeStubs]
+from langgraph.types import StateSnapshot
 
-from budgetguard_core import AdapterError, Budget, Guard, Outcome, Trip
+from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
-    Flow,
     ProfileOptions,
-    Scope,
-    Step,
-    entered,
     envelope_of,
-    in_thread,
-    run_awaited,
-    run_blocking,
+    run_iterated,
+    run_streamed,
 )
-from budgetguard_langgraph._closing import FOLD
-from budgetguard_langgraph._outcomes import Told, next_told, told_of_stream, with_outcome_of
-from budgetguard_langgraph._pauses import Thread, both, with_outcome
+from budgetguard_langgraph._endings import Told, with_outcome_of
+from budgetguard_langgraph._pauses import Thread, with_outcome
 from budgetguard_langgraph._seams import configuration, probe
 from budgetguard_langgraph._session import Session, Terms
 
@@ -46,192 +38,57 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
         When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
         """
-        told = next_told()
-        return told.by(self._stream(self._budgetguard, input, config, options, told))
+        told = options.pop("budgetguard", None) or Told()
+        return told.by(self._stream(self._budgetguard, told, input, config, options))
 
     def _stream(
         self,
         budgets: Sequence[Terms],
+        told: Told | None,
         given: Any,
         config: Any,
         options: dict[str, Any],
-        told: Told | None = None,
     ) -> Any:
         if not budgets:
-            yield from cast("Any", super()).stream(given, config, **options)
+            yield from self._plain.stream(given, config, **options)
             return
         *inner, terms = budgets
         call = Session(self, terms, given, config, options, told)
-        opened = run_blocking(self._opened(call))
-        error: Exception | None = None
-        parts: Any = None
-        try:
-            run_blocking(self._closed_before(call, opened))
-            parts = self._stream(inner, call.given, call.config, call.options)
-            while True:
-                # Not around the yield: what reads the stream is no part of the run.
-                with entered(call.frame):
-                    try:
-                        chunk = next(parts)
-                    except StopIteration:
-                        break
-                yield from call.view.seen(chunk)
-        except call.stops as stop:
-            error = stop
-        except BaseException as left:
-            if parts is not None:
-                with entered(call.frame):
-                    parts.close()
-            call.fail(left)
-            raise
-        trip = call.trip(error)
-        if trip is None:
-            run_blocking(call.leave(call.conclude(None)))
-            call.raise_where_asked()
-            return
-        outcome = run_blocking(self._ended(call, trip, error))
-        run_blocking(call.leave(outcome))
-        yield from call.last_chunks(trip, outcome)
+        yield from run_iterated(call.flow(partial(self._stream, inner, None)))
 
     def astream(self, input: Any, config: Any = None, **options: Any) -> Any:
-        """Stream as the graph does; deadline and abort also end what hangs.
-
-        When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
-        """
-        told = next_told()
-        return told.by(self._bounded(input, config, options, told))
-
-    async def _bounded(self, given: Any, config: Any, options: dict[str, Any], told: Told) -> Any:
-        parts: Any = self._astream(self._budgetguard, given, config, options, told)
-        try:
-            async for part in parts:
-                yield part
-        finally:
-            await parts.aclose()
+        """Stream as `stream` does; deadline and abort also end what hangs."""
+        told = options.pop("budgetguard", None) or Told()
+        return told.by(self._astream(self._budgetguard, told, input, config, options))
 
     async def _astream(
         self,
         budgets: Sequence[Terms],
+        told: Told | None,
         given: Any,
         config: Any,
         options: dict[str, Any],
-        told: Told | None = None,
     ) -> Any:
-        if not budgets:
-            plain: Any = cast("Any", super()).astream(given, config, **options)
-            try:
-                async for part in plain:
-                    yield part
-            finally:
-                await plain.aclose()
-            return
-        *inner, terms = budgets
-        call = Session(self, terms, given, config, options, told)
-        opened = await run_awaited(self._opened(call))
-        bounds = call.graph_run.run
-        error: Exception | None = None
-        cut: Trip | None = None
-        parts: Any = self._astream(inner, call.given, call.config, call.options)
-        cutting = Scope(bounds)
-        try:
-            await run_awaited(self._closed_before(call, opened))
-            while True:
-                chunk: Any = _NOTHING
-                # One pull after the other in this very task: its context is the run's.
-                with entered(call.frame), cutting as watch:
-                    chunk = await anext(parts, _NOTHING)
-                cut = watch.trip or cut
-                if chunk is _NOTHING:
-                    break
-                for one in call.view.seen(chunk):
-                    yield one
-                if cut is not None:
-                    break
-        except call.stops as stop:
-            error = stop
-        except BaseException as left:
-            with entered(call.frame):
-                await parts.aclose()
-            await bounds.in_thread(partial(call.fail, left))
-            raise
-        finally:
-            cutting.close()
-        with entered(call.frame), suppress(*call.stops):
-            await parts.aclose()
-        trip = call.trip(error, cut)
-        if trip is None:
-            await run_awaited(call.leave(await bounds.in_thread(lambda: call.conclude(None))))
-            call.raise_where_asked()
-            return
-        outcome = await run_awaited(self._ended(call, trip, error))
-        await run_awaited(call.leave(outcome))
-        for one in call.last_chunks(trip, outcome):
-            yield one
-
-    # What both do before and after
-
-    def _opened(self, call: Session) -> Flow[list[list[StateUpdate]] | None]:
-        """Open the run; return what has to be written to its thread first, if anything."""
-        state = kept = None
-        if call.checkpointed:
-            state = yield self._read(call)
-            if call.goes_on:
-                kept = yield from call.thread.kept(call.slot)
-        return call.begin(state, kept)
-
-    def _closed_before(self, call: Session, opened: list[list[StateUpdate]] | None) -> Flow[None]:
-        """Close what a stopped run left open on the thread."""
-        if opened is None:
-            return
-        left = yield both(self.get_state, self.aget_state, call.address)
-        call.moved((yield self._write(call, opened)))
-        rest = call.opened((yield self._read(call)), left)
-        if rest is not None:
-            call.moved((yield self._write(call, rest)))
-
-    def _ended(self, call: Session, trip: Trip, error: Exception | None) -> Flow[Outcome]:
-        """Close a stopped run, on its thread too, and end it."""
-        if call.has_to_wait(trip):
-            yield in_thread(call.wait)
-        call.graph_run.leave(error)
-        state: StateSnapshot | None = None
-        if call.checkpointed:
-            state = yield self._read(call)
-        call.look_at(state)
-        if call.stays_open(state):
-            state = None
-        if state is not None and state.next:
-            call.thread.moved((yield self._write(call, [FOLD])))
-            state = yield self._read(call)
-        last = call.last_call(trip, state)
-        answer: str | None = None
-        if last is not None:
-            answer = yield Step(last.ask, last.ask_async)
-        plan = call.close(trip, state, answer)
-        if plan is not None:
-            call.thread.moved((yield self._write(call, plan)))
-            if call.view.shows_checkpoints:
-                call.written((yield self._read(call)))
-        conclude = partial(call.conclude, trip)
-        outcome: Outcome = yield Step(conclude, lambda: call.graph_run.run.in_thread(conclude))
-        return outcome
-
-    def _read(self, call: Session) -> Step:
-        return both(self._plain.get_state, self._plain.aget_state, call.address)
-
-    def _write(self, call: Session, updates: list[list[StateUpdate]]) -> Step:
-        return both(self.bulk_update_state, self.abulk_update_state, call.address, updates)
+        if budgets:
+            *inner, terms = budgets
+            call = Session(self, terms, given, config, options, told)
+            stream: Any = run_streamed(call.flow(partial(self._astream, inner, None)), [])
+        else:
+            stream = self._plain.astream(given, config, **options)
+        async with aclosing(stream) as parts:
+            async for part in parts:
+                yield part
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""
-        with told_of_stream() as told:
-            result = self._plain.invoke(input, config, **options)
+        told = Told()
+        result = self._plain.invoke(input, config, budgetguard=told, **options)
         return with_outcome_of(self, result, options, told)
 
     async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""
-        with told_of_stream() as told:
-            result = await self._plain.ainvoke(input, config, **options)
+        told = Told()
+        result = await self._plain.ainvoke(input, config, budgetguard=told, **options)
         return with_outcome_of(self, result, options, told)
 
     def get_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
@@ -253,9 +110,6 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
     def copy(self, update: dict[str, Any] | None = None) -> Any:
         """Copy the graph; the copy is bounded in the same way."""
         return bind(plain(self).copy(update), self._budgetguard)
-
-
-_NOTHING = object()
 
 
 @overload

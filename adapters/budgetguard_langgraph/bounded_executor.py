@@ -13,23 +13,22 @@ from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcom
 from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
-    cut_short,
-    entered,
+    Flow,
     envelope_of,
     required,
+    run_awaited,
+    run_blocking,
     synthetic_metadata,
     synthetic_text,
 )
-from budgetguard_langgraph._outcomes import with_own_outcome
-from budgetguard_langgraph._owners import run_around
-from budgetguard_langgraph._run import GraphRun, Step
+from budgetguard_langgraph._endings import with_own_outcome
+from budgetguard_langgraph._run import GraphRun, run_around
 from budgetguard_langgraph._seams import surrounding_callbacks, thread_of, with_callback
-from budgetguard_langgraph._session import Attached
+from budgetguard_langgraph._session import Attached, Parts
 
 with required("langchain-classic", module="langchain_classic", extra="langchain"):
     from langchain_classic import agents
 
-_NOTHING = object()
 _LIMIT = re.compile(r"Agent stopped due to (max iterations|iteration limit or time limit)\.$")
 """The words with which an executor ends by a limit of its own."""
 
@@ -44,109 +43,66 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         """The outcome of the run that ended last."""
 
     def invoke(
-        self,
-        input: dict[str, Any],
-        config: RunnableConfig | None = None,
-        **kwargs: Any,
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Run the agent; a stopped run returns the steps that it took."""
-        mine, attached = self._begin(config, input)
-        steps: list[Any] = []
-        result: dict[str, Any] = {}
-        stopped: BudgetExceeded | None = None
-        with entered(Step(mine)):
-            try:
-                # The steps come out of a stream only; what `invoke` had so far is lost when it
-                # raises.
-                for chunk in self._executor.stream(input, attached, **kwargs):
-                    result = _taken(chunk, steps, result)
-            except BudgetExceeded as stop:
-                stopped = stop
-            except BaseException as error:
-                self._fail(mine, error, input, steps)
-                raise
-        return self._end(mine, None if stopped is None else stopped.trip, input, result, steps)
+        return run_blocking(self._run(input, config, kwargs, self._executor.stream))
 
     async def ainvoke(
-        self,
-        input: dict[str, Any],
-        config: RunnableConfig | None = None,
-        **kwargs: Any,
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Run the agent; deadline and abort also end what hangs."""
-        mine, attached = self._begin(config, input)
+        return await run_awaited(self._run(input, config, kwargs, self._executor.astream))
+
+    def _run(
+        self, given: dict[str, Any], config: Any, options: dict[str, Any], stream: Any
+    ) -> Flow[dict[str, Any]]:
+        callback = Attached(self._envelope)
+        run = self._envelope.open(
+            user_spoke=True, config=config, given=given, thread=thread_of(config)
+        )
+        mine = callback.begin(run, run_around())
+        around: dict[str, Any] = dict(config or {})
+        callbacks = around.get("callbacks") or surrounding_callbacks()
+        attached = {**around, "callbacks": with_callback(callbacks, callback)}
         steps: list[Any] = []
         result: dict[str, Any] = {}
         trip: Trip | None = None
-        parts: Any = self._executor.astream(input, attached, **kwargs)
-        with entered(Step(mine)):
-            try:
-                while trip is None:
-                    chunk: Any = _NOTHING
-                    with cut_short(mine.run) as watch:
-                        chunk = await anext(parts, _NOTHING)
-                    trip = watch.trip
-                    if chunk is _NOTHING:
-                        break
-                    result = _taken(chunk, steps, result)
-            except BudgetExceeded as stop:
-                trip = stop.trip
-            except BaseException as error:
-                self._fail(mine, error, input, steps)
-                raise
-            finally:
-                await parts.aclose()
-        return self._end(mine, trip, input, result, steps)
+        # The steps come out of a stream only; what `invoke` had so far is lost when it raises.
+        parts = Parts(mine, stream(given, attached, **options), (BudgetExceeded,))
+        try:
+            while parts.trip is None and (chunk := (yield parts.next)) is not Parts.OVER:
+                steps += ((one.action, one.observation) for one in chunk.get("steps", ()))
+                if "output" in chunk:
+                    result = {name: one for name, one in chunk.items() if name != "messages"}
+        except BudgetExceeded as stop:
+            trip = stop.trip
+        except BaseException as error:
+            yield parts.close()
+            mine.leave(error)
+            history = _history(given, steps, None, run.guard, None)
+            self.outcome = run.fail(error, history, saved_messages=[str(step) for step in steps])
+            raise
+        yield parts.close()
+        mine.leave(None)
+        trip = run.stopped_by or parts.trip or trip
+        return self._ended(mine, trip, given, {**given, **result}, steps)
 
-    def _begin(
-        self, config: RunnableConfig | None, given: dict[str, Any]
-    ) -> tuple[GraphRun, RunnableConfig]:
-        callback = Attached(self._envelope)
-        mine = GraphRun(
-            self._envelope.open(
-                user_spoke=True, config=config, given=given, thread=thread_of(config)
-            ),
-            callback,
-            None,
-            run_around(),
-        )
-        callback.take(mine)
-        attached = cast("dict[str, Any]", dict(config or {}))
-        callbacks: Any = attached.get("callbacks") or surrounding_callbacks()
-        attached["callbacks"] = with_callback(callbacks, callback)
-        return mine, cast("RunnableConfig", attached)
-
-    def _fail(
-        self, mine: GraphRun, error: BaseException, given: dict[str, Any], steps: Sequence[Any]
-    ) -> None:
-        mine.leave(error)
-        history = _history(given, steps, None, mine.run.guard, None)
-        self.outcome = mine.run.fail(error, history, saved_messages=[str(step) for step in steps])
-
-    def _end(
+    def _ended(
         self,
         mine: GraphRun,
         trip: Trip | None,
         given: dict[str, Any],
-        result: dict[str, Any],
+        ended: dict[str, Any],
         steps: Sequence[Any],
     ) -> dict[str, Any]:
-        mine.leave(None)
         run = mine.run
-        trip = run.stopped_by or trip
-        ended = {**given, **result}
         if trip is not None:
-            ended = {
-                **given,
-                "output": synthetic_text(run.guard),
-                "intermediate_steps": list(steps),
-                "stop_reason": str(trip.reason),
-            }
-        else:
-            detail = str(ended.get("output"))
-            if run.is_enforced and _LIMIT.match(detail):
-                trip = run.framework_limit(detail)
-                ended = {**ended, "stop_reason": str(trip.reason)}
+            output = {"output": synthetic_text(run.guard), "intermediate_steps": list(steps)}
+            ended = {**given, **output, "stop_reason": str(trip.reason)}
+        elif run.is_enforced and _LIMIT.match(str(ended.get("output"))):
+            trip = run.framework_limit(str(ended.get("output")))
+            ended = {**ended, "stop_reason": str(trip.reason)}
         outcome = run.end(
             _history(given, steps, ended.get("output"), run.guard, trip),
             ended.get("output"),
@@ -186,13 +142,6 @@ def bounded_executor(
             "Use bounded for a graph, or pass BudgetCallback in the config."
         )
     return BoundedExecutor(executor, envelope)
-
-
-def _taken(chunk: Any, steps: list[Any], result: dict[str, Any]) -> dict[str, Any]:
-    steps.extend((step.action, step.observation) for step in chunk.get("steps", ()))
-    if "output" not in chunk:
-        return result
-    return {name: value for name, value in chunk.items() if name != "messages"}
 
 
 def _history(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Unpack, cast
 from uuid import UUID
 
@@ -13,46 +12,33 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
-from budgetguard_core import (
-    AdapterError,
-    Budget,
-    BudgetExceeded,
-    Guard,
-    Outcome,
-)
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
 from budgetguard_core.kit import (
     FRAME,
     Envelope,
     EnvelopeOptions,
+    Flow,
+    OpenToolCall,
     Run,
     current,
     entered,
     envelope_of,
-    run_blocking,
+    take_answers,
 )
-from budgetguard_langgraph import _approvals, _endings, _model_calls, _tool_calls
-from budgetguard_langgraph._owners import call_around, is_counted_below, owner_of
+from budgetguard_langgraph import _approvals, _calls, _endings
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import (
-    OWNERS,
-    GraphRun,
-    ModelCallInFlight,
-    RunId,
-    Step,
-    ToolCallInFlight,
-    when_task_ends,
-)
+from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Stretch, is_counted_below, owner_of
 from budgetguard_langgraph._seams import (
     WaitingHook,
-    closing_pending_hooks,
     configuration,
     graph_call,
     is_step,
     probe,
+    request_around,
     thread_of,
 )
-from budgetguard_langgraph.interrupts import ANSWERED, is_refusal, was_stopped
-from budgetguard_langgraph.questions import answer, ask, taken
+from budgetguard_langgraph.interrupts import ANSWERED, is_refusal
+from budgetguard_langgraph.questions import asker, taken
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -114,7 +100,14 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Chains and graphs: observed only. Raising here loses answers that are paid for.
 
-    def on_chain_start(
+    on_chain_start: Any = WaitingHook("_start_chain")
+    on_chain_end: Any = WaitingHook("_end_chain")
+    on_chain_error: Any = WaitingHook("_fail_chain")
+    on_chat_model_start: Any = WaitingHook("_start_model_call")
+    on_llm_start: Any = on_chat_model_start
+    on_tool_start: Any = WaitingHook("_start_tool_call")
+
+    def _start_chain(
         self,
         serialized: dict[str, Any] | None,
         inputs: Any,
@@ -124,44 +117,28 @@ class BudgetCallback(BaseCallbackHandler):
         metadata: dict[str, Any] | None = None,
         tags: list[str] | None = None,
         **_: Any,
-    ) -> None:
+    ) -> Flow[None]:
         """Note whose run a chain belongs to, and start no step of a run that was stopped."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
-        is_node = is_step(tags)
-        owner = self._nearest(above)
-        if owner is not None:
-            # In code of the run already, and of no call in it.
-            self._start_step(owner, is_node, above, metadata)
-            owner.chains.setdefault(key, None)
-            OWNERS[key] = owner
-            return
-        owner = None if above is None else OWNERS.get(above)
-        if owner is not None and owner.opener is self and key not in OWNERS and not FRAME.get():
-            # A node of the run, and nothing of ours is around its code.
-            self._start_step(owner, is_node, above, metadata)
-            OWNERS[key] = owner
-            step = owner.chains[key] = Step(owner, None, key)
-            FRAME.set(step)
-            return
         frame = current()
-        owner = owner_of(key, above, frame)
+        owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
-            owner = mine = self._begin(key, inputs, owner, metadata)
+            owner = mine = yield from self._begin(run_id, inputs, owner, metadata)
         if owner is None:
             return
         if mine is owner:
-            self._start_step(owner, is_node, above, metadata)
-        owner.chains.setdefault(key, None)
-        OWNERS[key] = owner
-        if mine is None or mine is not owner:
+            self._start_step(owner, is_step(tags), parent_run_id, metadata)
+        owner.chains.setdefault(run_id, None)
+        OWNERS[run_id] = owner
+        if mine is not owner or run_id == owner.root or is_counted_below(owner, frame):
             return
-        if key != mine.root and not is_counted_below(mine, frame):
+        if type(frame) is not Stretch or frame.graph_run is not owner or frame.call is not None:
             # Only below the root: what reads a stream from outside is no part of the run.
-            step = Step(mine, call_around(frame), key)
-            FRAME.set(step)
-            mine.chains[key] = step
+            around = None if frame is None else frame.call
+            if isinstance(frame, Stretch) and not isinstance(around, OpenToolCall):
+                around = None  # only a tool call keeps the frame of its body alive
+            FRAME.set(step := Stretch(owner, around, run_id))
+            owner.chains[run_id] = step
 
     def _start_step(
         self,
@@ -182,225 +159,133 @@ class BudgetCallback(BaseCallbackHandler):
             owner.next_step = owner.next_step or f"run the node {name}"
             raise _endings.stop(owner, trip, ())
 
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
+    def _end_chain(self, outputs: Any, *, run_id: UUID, **_: Any) -> Flow[None]:
         """End the run when its root has ended."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        owner = OWNERS.get(key)
-        if owner is not None and owner.root != key and owner.opener is self:
-            # Nearly every chain.
-            owner.left(key)
-        else:
-            self._over(key, outputs, None)
+        yield from self._over(run_id, outputs, None)
 
-    def on_chain_error(
+    def _fail_chain(
         self, error: BaseException, *, run_id: UUID, tags: list[str] | None = None, **_: Any
-    ) -> None:
+    ) -> Flow[None]:
         """End the run when its root has failed; a stop gets its outcome.
 
         What was refused to a client in a node ends the graph as a refused tool does.
         """
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        mine = self._flying(key) if is_step(tags) and is_refusal(error) else None
-        self._over(key, None, error)
-        trip = None if mine is None else mine.run.check()
-        if mine is not None and trip is not None:
-            raise _endings.stop(mine, trip, ())
+        mine = self._flying(run_id) if is_step(tags) and is_refusal(error) else None
+        yield from self._over(run_id, None, error)
+        self._stop(mine, None if mine is None else mine.run.check())
 
-    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> None:
+    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> Flow[None]:
         owner = OWNERS.get(run_id)
-        if owner is None:
+        if owner is None or owner.opened_by(self) is None:
             return
-        if owner.root != run_id:
-            if owner.opener is self:
-                owner.left(run_id)
-            return
-        if owner.opened_by(self) is None:
-            return
-        # The first callback that hears of it ends all runs that are this call, the innermost first.
         owner.left(run_id)
+        # The first callback that hears of it ends all runs that are this call, the innermost first.
         stop: BudgetExceeded | None = None
         mine: GraphRun | None = owner
         while mine is not None and mine.root == run_id:
             mine.is_over(error)
             opener: BudgetCallback = mine.opener
             if not opener.ends_elsewhere:
-                stop = _endings.end(mine, outputs, error, opener.messages_key) or stop
+                ended = yield from _endings.end(mine, outputs, error, opener.messages_key)
+                stop = ended or stop
             opener.let_go()
             mine = mine.outer
         if stop is not None:
             raise stop
 
+    def _stop(self, mine: GraphRun | None, trip: Trip | None, prompt: Sequence[Any] = ()) -> None:
+        if mine is not None and trip is not None:
+            raise _endings.stop(mine, trip, prompt)
+
     # Models
 
     def _start_model_call(
-        self,
-        serialized: Any,
-        prompts: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
-    ) -> None:
+        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
+    ) -> Flow[None]:
         """Admit a model call, or stop the run."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
-        mine = self._counting(key, above)
-        asked = None if mine is None else _model_calls.ask(mine, key, above, prompts, facts)
-        if mine is not None and asked is not None:
-            self._let_model_go(mine, asked, mine.run.wait(asked.opened))
-
-    async def _astart_model_call(
-        self,
-        serialized: Any,
-        prompts: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
-    ) -> None:
-        """Admit a model call, or stop the run."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
-        mine = self._counting(key, above)
-        asked = None if mine is None else _model_calls.ask(mine, key, above, prompts, facts)
-        if mine is not None and asked is not None:
-            with closing_pending_hooks():
-                opened = await mine.run.wait_async(asked.opened)
-            self._let_model_go(mine, asked, opened)
-            asked.forget = when_task_ends(partial(_model_calls.cancelled, mine, key))
-
-    def _let_model_go(self, mine: GraphRun, asked: ModelCallInFlight, opened: Any) -> None:
-        trip = _model_calls.begin(mine, asked, opened)
-        if trip is not None:
-            raise _endings.stop(mine, trip, asked.prompt)
-
-    on_chat_model_start: Any = WaitingHook(_start_model_call, _astart_model_call)
-    on_llm_start: Any = on_chat_model_start
+        above = facts.get("parent_run_id")
+        mine = self._counting(run_id, above)
+        if mine is not None:
+            asked = request_around()
+            trip = yield from _calls.start_model_call(mine, run_id, above, prompts, asked, facts)
+            self._stop(mine, trip, prompts[0] if prompts else ())
 
     def on_llm_new_token(
-        self,
-        token: str | list[str | dict[str, Any]],
-        *,
-        chunk: Any = None,
-        run_id: UUID,
-        **_: Any,
+        self, token: str | list[str | dict[str, Any]], *, chunk: Any = None, run_id: UUID, **_: Any
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        mine = self._flying(key)
+        mine = self._flying(run_id)
         if mine is not None:
             text = token if isinstance(token, str) else str(token)
-            trip = _model_calls.token(mine, key, text, chunk)
-            if trip is not None:
-                raise _endings.stop(mine, trip, ())
+            self._stop(mine, _calls.measure_token(mine, run_id, text, chunk))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        mine = OWNERS.get(key)
-        if mine is not None and mine.opener is self:
-            _model_calls.end(mine, key, response)
+        mine = self._flying(run_id)
+        if mine is not None:
+            _calls.end_model_call(mine, run_id, response)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that failed or was cancelled."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        mine = self._flying(key)
+        mine = self._flying(run_id)
         if mine is not None:
-            _model_calls.fail(mine, key, error)
+            _calls.fail_model_call(mine, run_id, error)
 
     # Tools
 
     def _start_tool_call(
-        self,
-        serialized: Any,
-        given: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
-    ) -> None:
+        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
+    ) -> Flow[None]:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
-        mine = self._counting(key, above)
-        asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
-        if mine is not None and asked is not None:
-            mine.run.wait(asked.call)
-            self._let_tool_go(mine, asked)
-
-    async def _astart_tool_call(
-        self,
-        serialized: Any,
-        given: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **facts: Any,
-    ) -> None:
-        """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        above: RunId | None = parent_run_id.int if type(parent_run_id) is UUID else parent_run_id
-        mine = self._counting(key, above)
-        asked = None if mine is None else _tool_calls.ask(mine, key, serialized, given, facts)
-        if mine is not None and asked is not None:
-            await mine.run.wait_async(asked.call)
-            self._let_tool_go(mine, asked)
-            asked.forget = when_task_ends(partial(_tool_calls.cancelled, mine, key))
-
-    def _let_tool_go(self, mine: GraphRun, asked: ToolCallInFlight) -> None:
-        refused = _tool_calls.begin(mine, asked)
-        if isinstance(refused, Exception):
-            raise refused
-        if refused is not None:
-            raise _endings.stop(mine, refused, ())
-
-    on_tool_start: Any = WaitingHook(_start_tool_call, _astart_tool_call)
+        mine = self._counting(run_id, facts.get("parent_run_id"))
+        if mine is not None:
+            refused = yield from _calls.start_tool_call(mine, run_id, serialized, given, facts)
+            if isinstance(refused, Exception):
+                raise refused
+            self._stop(mine, refused)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        mine = OWNERS.get(key)
-        if mine is not None and mine.opener is self:
-            _tool_calls.end(mine, key, output)
+        mine = self._flying(run_id)
+        if mine is not None:
+            _calls.end_tool_call(mine, run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
-        key: RunId = run_id.int if type(run_id) is UUID else run_id
-        mine = self._flying(key)
-        trip = None if mine is None else _tool_calls.fail(mine, key, error)
-        if mine is not None and trip is not None:
-            raise _endings.stop(mine, trip, ())
+        mine = self._flying(run_id)
+        self._stop(mine, None if mine is None else _calls.fail_tool_call(mine, run_id, error))
 
     # Whose run it is
 
     def _begin(
         self, run_id: RunId, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
-    ) -> GraphRun:
+    ) -> Flow[GraphRun]:
         _approvals.attach()
         call = graph_call()
         goes_on = given is None or isinstance(given, Command)
         thread, kept, slot = None, None, 0
+        # A chain's hooks are told the metadata of its configuration, and no more of it.
+        config: Any = {"metadata": metadata or {}} if call is None else call.config
         if call is not None:
-            thread = Thread(call.graph, configuration(call.config))
+            thread = Thread(call.graph, configuration(config))
             slot = thread.slot_in(owner)
+            kept = (yield from thread.kept(slot)) if goes_on else None
             answers = getattr(cast("object", given), "resume", None)
-            if answers is not None and was_stopped(call.graph, call.config):
+            if answers is not None and thread.asks_nobody:
                 raise AdapterError(ANSWERED)
-            kept = run_blocking(thread.kept(slot)) if goes_on else None
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
             run = self._open(
                 user_spoke=not goes_on,
                 resume=kept,
-                # A chain's hooks are told the metadata of its configuration, and no more of it.
-                config={"metadata": metadata or {}} if call is None else call.config,
+                config=config,
                 given=given,
-                thread=thread_of(call.config if call else {"metadata": metadata or {}}),
-                asks=ask,
+                thread=thread_of(config),
+                asks=asker(self.envelope, thread),
             )
         if thread is not None and goes_on:
-            answer(run, taken(given, thread.waiting)[0])
+            take_answers(run, taken(given, thread.waiting)[0])
         run.guard.start()
         mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
         mine.thread, mine.slot, mine.graph_call = thread, slot, call
@@ -424,20 +309,8 @@ class BudgetCallback(BaseCallbackHandler):
                 self._loose = GraphRun(self._open(loose=True), self, None, None)
             return self._loose
 
-    def _nearest(self, parent_run_id: RunId | None) -> GraphRun | None:
-        """Return this callback's run where the code is plainly in it; None asks for a search."""
-        frame = FRAME.get()
-        if type(frame) is not Step or frame.call is not None or frame.closed or frame.run.ended:
-            return None
-        mine = frame.graph_run
-        above = None if parent_run_id is None else OWNERS.get(parent_run_id)
-        return mine if above is mine and mine.opener is self else None
-
     def _counting(self, run_id: RunId, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
-        nearest = self._nearest(parent_run_id)
-        if nearest is not None:
-            return nearest
         frame = current()
         owner = owner_of(run_id, parent_run_id, frame)
         mine = None if owner is None else owner.opened_by(self)

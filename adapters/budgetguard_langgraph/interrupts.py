@@ -10,6 +10,7 @@ from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Interrupt
 
 from budgetguard_core import BudgetExceeded, Outcome, Trip
+from budgetguard_core.kit import part
 from budgetguard_langgraph._seams import configuration
 
 TYPE = "budget_exceeded"
@@ -56,8 +57,7 @@ class BudgetStop(BudgetExceeded, GraphBubbleUp, NotRetried):
 
 def is_budget_interrupt(interrupt: Any) -> bool:
     """Return whether an interrupt of a graph was made by a budget, not for a person to answer."""
-    value = getattr(interrupt, "value", None)
-    return isinstance(value, dict) and value.get("type") == TYPE  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return bool(part(part(interrupt, "value"), "type") == TYPE)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -68,13 +68,3 @@ def is_refusal(error: BaseException) -> bool:
     else:
         headers = getattr(response, "headers", None)
     return isinstance(headers, Mapping) and _REASON in headers
-
-
-def was_stopped(graph: Any, config: Any) -> bool:
-    """Return whether a thread was stopped and asks nobody; False if its saver must be awaited."""
-    try:
-        tasks: Any = graph.get_state(config).tasks
-    except Exception:
-        return False
-    found = [is_budget_interrupt(one) for task in tasks for one in task.interrupts]
-    return bool(found) and all(found)

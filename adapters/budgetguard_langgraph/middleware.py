@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -14,7 +15,7 @@ from langchain.agents.middleware.types import (
     ModelResponse,
     OmitFromInput,
 )
-from langchain_core.messages import BaseMessage, SystemMessage, ToolMessage
+from langchain_core.messages import BaseMessage, ToolMessage
 from langgraph.types import Command
 
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard
@@ -22,17 +23,17 @@ from budgetguard_core.kit import (
     OUTCOME_UNKNOWN,
     Envelope,
     EnvelopeOptions,
+    Flow,
     current,
     cut_short,
     envelope_of,
-    synthetic_metadata,
-    synthetic_text,
+    run_awaited,
+    run_blocking,
 )
 from budgetguard_langgraph._ambient import FoundCallback, agents
-from budgetguard_langgraph._history import is_synthetic, results_for, synthetic_message
-from budgetguard_langgraph._last import LastCall, last_call
-from budgetguard_langgraph._owners import owner_of
-from budgetguard_langgraph._run import GraphRun
+from budgetguard_langgraph._endings import answer_of_the_last_model, closing_of
+from budgetguard_langgraph._messages import is_synthetic
+from budgetguard_langgraph._run import GraphRun, owner_of
 from budgetguard_langgraph._seams import configuration, middleware_of
 from budgetguard_langgraph.callback import BudgetCallback
 from budgetguard_langgraph.interrupts import BudgetInterrupt
@@ -69,9 +70,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
     state_schema = BudgetState
 
     def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        **options: Unpack[EnvelopeOptions],
+        self, budget: Budget | Guard | Envelope | None = None, **options: Unpack[EnvelopeOptions]
     ) -> None:
         super().__init__()
         self._around = budget is None
@@ -106,8 +105,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         try:
             return handler(request)
         except BudgetExceeded as stop:
-            last = self._last_call(request, stop)
-            return self._ending(request, stop, None if last is None else last.ask())
+            return run_blocking(self._ending(request, stop))
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
         """Answer in the model's place when the run is stopped; deadline and abort cancel it."""
@@ -115,8 +113,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             with self._watched():
                 return await handler(request)
         except BudgetExceeded as stop:
-            last = self._last_call(request, stop)
-            return self._ending(request, stop, None if last is None else await last.ask_async())
+            return await run_awaited(self._ending(request, stop))
 
     def wrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
         """Keep a stop inside a tool from ending the whole graph."""
@@ -153,36 +150,24 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         with cut_short(mine.run) as watch:
             yield
         if watch.trip is not None:
-            mine.release(str(configuration().get("checkpoint_ns", "")))
+            node = str(configuration().get("checkpoint_ns", ""))
+            mine.forget_model_calls(asyncio.CancelledError(), node)
             raise BudgetInterrupt(watch.trip)
 
-    def _last_call(self, request: Any, stop: BudgetExceeded) -> LastCall | None:
-        messages: list[BaseMessage] = list(request.messages)
-        mine = self._ends(stop)
-        if mine is None or is_synthetic(messages[-1] if messages else None):
-            return None
-        results = results_for(messages, mine.started(), mine.asked.results)
-        told: Any = getattr(request, "system_message", None)
-        if told is None and getattr(request, "system_prompt", None):
-            # langchain before 1.1
-            told = SystemMessage(request.system_prompt)
-        system = () if told is None else (told,)
-        sent = [*messages, *results]
-        return last_call(mine, stop.trip, sent, model=request.model, system=system)
-
-    def _ending(self, request: Any, stop: BudgetExceeded, answer: str | None) -> Any:
+    def _ending(self, request: Any, stop: BudgetExceeded) -> Flow[ExtendedModelResponse[Any]]:
         messages: list[BaseMessage] = list(request.messages)
         mine = self._ends(stop)
         if mine is None or is_synthetic(messages[-1] if messages else None):
             # The second: something goes on after the end; the graph is stopped where it is.
             raise stop
-        guard = mine.run.guard
-        results = results_for(messages, mine.started(), mine.asked.results)
-        metadata = synthetic_metadata(guard, stop.trip, finalized=answer is not None)
-        text = answer or synthetic_text(guard)
-        last = synthetic_message([*messages, *results], text, metadata)
-        response = ModelResponse(result=[*results, last])
+        told: Any = request.system_message
+        system = () if told is None else (told,)
+        answer = yield from answer_of_the_last_model(
+            mine, stop.trip, messages, model=request.model, system=system
+        )
+        _, new = closing_of(mine, stop.trip, messages, answer)
         update: dict[str, Any] = {"jump_to": "end", "stop_reason": str(stop.trip.reason)}
+        response = ModelResponse[Any](result=new)
         return ExtendedModelResponse(model_response=response, command=Command(update=update))
 
     def _interrupted(self, request: Any, stop: BudgetExceeded) -> ToolMessage:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Sequence
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any, Final, NoReturn, cast
 
 from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command, Interrupt
 
-from budgetguard_core.kit import PAUSES, LimitQuestion, Run, take_answer
-from budgetguard_langgraph._seams import configuration
+from budgetguard_core import ConfigurationError
+from budgetguard_core.kit import PAUSES, Envelope, LimitQuestion
+from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph.interrupts import NotRetried
 
 TYPE: Final = "budget_question"
@@ -28,17 +29,11 @@ class BudgetQuestion(GraphInterrupt, NotRetried):
 
     def __init__(self, question: LimitQuestion) -> None:
         super().__init__()
-        value = {
-            "type": TYPE,
-            "run_id": question.run_id,
-            "reason": str(question.reason),
-            "limit": _plain(question.limit),
-            "used": _plain(question.used),
-            "detail": question.detail,
-            "next_step": question.next_step,
-        }
-        # An id of its own keeps an answer that is meant for another interrupt away from it.
-        self.args = ((Interrupt.from_ns(value, configuration().get("checkpoint_ns", "")),),)
+        value = {"type": TYPE, **question.to_json()}
+        # The same of all branches that ask about the same cap: they are one question. Of nothing
+        # else, which keeps an answer that is meant for another interrupt away from it.
+        about = f"{question.run_id} {question.reason} {question.limit}"
+        self.args = ((Interrupt(value, id=uuid.uuid5(uuid.NAMESPACE_OID, about).hex),),)
 
 
 def ask(question: LimitQuestion) -> NoReturn:
@@ -46,11 +41,26 @@ def ask(question: LimitQuestion) -> NoReturn:
     raise BudgetQuestion(question)
 
 
+def asker(envelope: Envelope, thread: Thread | None) -> Any:
+    """Return how the runs of a graph ask; None outside of a graph, where nothing waits.
+
+    Raises:
+        ConfigurationError: Nobody would keep the question until it is answered.
+    """
+    if thread is not None and envelope.on_trip == "ask" and not thread.has_checkpointer:
+        raise ConfigurationError(
+            "on_trip='ask' needs a graph with a checkpointer, where the question waits for its "
+            "answer, got none. Compile the graph with one, or pass a function that asks a person."
+        )
+    return None if thread is None else ask
+
+
 def taken(given: Any, waiting: Sequence[Interrupt]) -> tuple[dict[str, Any], Any]:
     """Take the answers to a budget's questions out of what a graph is called with.
 
     Args:
-        given: A `Command` with answers: one for a single question, else by their ids.
+        given: A `Command` with answers: one for all questions of a run, where nothing else waits,
+            else by their ids.
         waiting: What waits on the thread.
 
     Returns:
@@ -61,7 +71,8 @@ def taken(given: Any, waiting: Sequence[Interrupt]) -> tuple[dict[str, Any], Any
     answer: Any = getattr(given, "resume", None)
     if not ours or answer is None:
         return {}, given
-    by_id: dict[str, Any] = {next(iter(asked)): answer} if len(asked) == 1 else {}
+    is_for_all = len(ours) == len(asked) and len({*ours.values()}) == 1
+    by_id: dict[str, Any] = dict.fromkeys(asked, answer) if is_for_all else {}
     if isinstance(answer, dict) and not asked.keys().isdisjoint(cast("dict[str, Any]", answer)):
         by_id = dict(cast("dict[str, Any]", answer))
     found = {run_id: by_id[id_] for id_, run_id in ours.items() if id_ in by_id}
@@ -72,16 +83,5 @@ def taken(given: Any, waiting: Sequence[Interrupt]) -> tuple[dict[str, Any], Any
     return found, None if left == Command() else left
 
 
-def answer(run: Run, answers: Mapping[str, Any]) -> None:
-    """Give the answers to the guards that have asked."""
-    for guard in run.guard.lineage:
-        if guard.run_id in answers:
-            take_answer(guard, answers[guard.run_id])
-
-
 def _is_ours(value: Any) -> bool:
     return isinstance(value, dict) and cast("dict[str, Any]", value).get("type") == TYPE
-
-
-def _plain(amount: Any) -> Any:
-    return str(amount) if isinstance(amount, Decimal) else amount

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from functools import partial
+from typing import Any, Final, TypeAlias, cast
 
 from langchain_core.messages import BaseMessage
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
@@ -13,17 +14,15 @@ from langgraph.types import Command, StateSnapshot, StateUpdate
 from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import Envelope, Flow, outcome_of, run_awaited, run_blocking
 from budgetguard_langgraph._closing import (
-    conversation_in,
     conversation_key,
     holds_another,
     is_deferred,
     is_sent,
     replaced,
 )
-from budgetguard_langgraph._going_back import go_back
-from budgetguard_langgraph._history import is_synthetic, unanswered
+from budgetguard_langgraph._messages import has_open_calls, is_synthetic, messages_of
 from budgetguard_langgraph._pauses import Thread, both, with_outcome
-from budgetguard_langgraph._seams import ROOT, configuration
+from budgetguard_langgraph._seams import COPY, ROOT, configuration
 from budgetguard_langgraph._session import Terms
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
@@ -31,6 +30,8 @@ _Graph: TypeAlias = Pregel[Any, Any, Any, Any]
 
 _PAST: Final = 32
 _STOP_REASON: Final = "stop_reason"
+_COPY: Final = [[StateUpdate(None, COPY)]]
+_DELTAS: Final = "counters_since_delta_snapshot"
 
 
 def resume(
@@ -121,7 +122,7 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     if update is not None:
         yield both(graph.bulk_update_state, graph.abulk_update_state, found, update)
     if before is not None:
-        yield from go_back(graph, saver, before.config)
+        yield from _go_back(graph, saver, before.config)
     return bind(plain(graph), (*inner, replace(terms, earlier=outcome_of(state)))), given
 
 
@@ -177,7 +178,7 @@ def _plan(
     key = conversation_key(graph, terms[-1].messages_key if terms else "messages")
     if key is not None and holds_another(state.values, key):
         key = None
-    messages = conversation_in(state.values, key)
+    messages = messages_of(state.values, key)
     last = messages[-1] if messages else None
     ended = outcome_of(state)
     before = next((one for one in past if (one.metadata or {}).get("source") != "update"), None)
@@ -208,13 +209,13 @@ def _plan(
         return None, None, before
     left = [task for task in before.tasks if task.result is None and not task.error]
     open_tasks = [task.name for task in left]
-    earlier = conversation_in(before.values, key)
+    earlier = messages_of(before.values, key)
     original = next((one for one in earlier if one.id is not None and one.id == last.id), None)
     if original is None and earlier and len(earlier) == len(messages):
         # Without ids a message that took another's place is told by where it stands.
         original = earlier[-1]
     value = _without_the_end(graph, key, messages, original)
-    if unanswered(earlier) and open_tasks:
+    if has_open_calls(earlier) and open_tasks:
         # The refused calls have their answers, so what comes after their node is next.
         update = value if key == ROOT else {key: value}
         return [[StateUpdate(update, open_tasks[0])]], None, None
@@ -236,7 +237,7 @@ def _plan(
 
 def _has_ended(state: StateSnapshot, key: str | None) -> bool:
     """Return whether a checkpoint has the end of a stopped conversation."""
-    messages = conversation_in(state.values, key)
+    messages = messages_of(state.values, key)
     return bool(messages) and is_synthetic(messages[-1])
 
 
@@ -248,7 +249,7 @@ def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
         folded: The first checkpoint of its ending: what finished tasks wrote is in it.
         key: The channel of the conversation.
     """
-    messages, told = conversation_in(state.values, key), conversation_in(folded.values, key)
+    messages, told = messages_of(state.values, key), messages_of(folded.values, key)
     if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
         return True
     if key == ROOT:
@@ -261,3 +262,67 @@ def _without_the_end(
     graph: Any, key: str, messages: Sequence[BaseMessage], original: BaseMessage | None
 ) -> Any:
     return replaced(graph, key, [*messages[:-1], *([] if original is None else [original])])
+
+
+# Going back to the checkpoint at which a thread was stopped, with all that its tasks have done.
+# What runs there again has other ids, because LangGraph makes them of the checkpoint's own. A task
+# that has finished is known by its writes, and a subgraph finds its checkpoints by the task that it
+# is: both are copied to the ids that take their place.
+
+
+def _go_back(graph: Any, saver: Any, config: Any) -> Flow[None]:
+    """Make a copy of a checkpoint the newest of its thread.
+
+    Args:
+        graph: The graph.
+        saver: Its checkpointer.
+        config: Where the checkpoint is.
+    """
+    before = yield from _state(graph, config)
+    saved = yield both(saver.get_tuple, saver.aget_tuple, config)
+    copy = yield both(graph.bulk_update_state, graph.abulk_update_state, config, _COPY)
+    yield from _carry(graph, saver, before, saved, copy)
+
+
+def _state(graph: Any, config: Any) -> Flow[StateSnapshot]:
+    get, aget = partial(graph.get_state, subgraphs=True), partial(graph.aget_state, subgraphs=True)
+    state: StateSnapshot = yield both(get, aget, config)
+    return state
+
+
+def _carry(graph: Any, saver: Any, before: StateSnapshot, saved: Any, copy: Any) -> Flow[None]:
+    """Give the tasks of a copied checkpoint what those of the original have done."""
+    copied = yield from _state(graph, copy)
+    tasks: dict[Any, Any] = {cast("Any", task).path: task for task in copied.tasks}
+    pairs = [(old, tasks[old.path]) for old in cast("Any", before.tasks) if old.path in tasks]
+    done = {old.id: new.id for old, new in pairs if old.result is not None}
+    writes: dict[str, list[tuple[str, Any]]] = {}
+    for task, channel, value in saved.pending_writes or ():
+        if task in done:
+            writes.setdefault(done[task], []).append((channel, value))
+    for task, written in writes.items():
+        yield both(saver.put_writes, saver.aput_writes, copy, written, task)
+    for old, new in pairs:
+        inner, place = old.state, new.state
+        if old.id in done or not isinstance(inner, StateSnapshot):
+            continue
+        kept = yield both(saver.get_tuple, saver.aget_tuple, inner.config)
+        if kept is not None and isinstance(place, StateSnapshot):
+            moved = _placed(kept, copied, place)
+            if moved is not None:
+                there = yield both(saver.put, saver.aput, *moved)
+                yield from _carry(graph, saver, inner, kept, there)
+
+
+def _placed(kept: Any, around: StateSnapshot, place: StateSnapshot) -> tuple[Any, ...] | None:
+    """Return what a saver takes to keep a subgraph's checkpoint for the task in the copy."""
+    parent, own = configuration(around.config), configuration(place.config)
+    namespace = own["checkpoint_ns"]
+    # The first: it has a history of its own. The second: its state is not in one checkpoint.
+    if namespace == kept.config["configurable"]["checkpoint_ns"] or kept.metadata.get(_DELTAS):
+        return None
+    above = dict((around.metadata or {}).get("parents") or {})
+    above[parent.get("checkpoint_ns", "")] = parent["checkpoint_id"]
+    address = {"thread_id": own["thread_id"], "checkpoint_ns": namespace}
+    versions = dict(kept.checkpoint["channel_versions"])
+    return {"configurable": address}, kept.checkpoint, {**kept.metadata, "parents": above}, versions

@@ -6,24 +6,7 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any, Self
 
-from budgetguard_core import AdapterError, BudgetExceeded, Trip
-from budgetguard_core.kit import (
-    Admit,
-    Call,
-    ModelCall,
-    OpenModelCall,
-    OpenToolCall,
-    Prompt,
-    Run,
-    Stop,
-    ToolCall,
-    Violation,
-    part,
-    read_call,
-    reported_cost,
-    run_awaited,
-    token_usage,
-)
+from budgetguard_core import AdapterError, BudgetExceeded, Trip, kit
 from budgetguard_loop import _history as history
 from budgetguard_loop._history import Message
 from budgetguard_loop._reply import is_in_turn, said_by
@@ -48,14 +31,12 @@ class ToolRefused(BudgetExceeded):
         return type(self), (self.trip, self.message)
 
 
-def refusal_of(run: Run, call: OpenToolCall) -> BudgetExceeded | None:
+def refusal_of(run: kit.Run, call: kit.OpenToolCall) -> BudgetExceeded | None:
     """Start a tool call that has waited; return what to raise where it may not start."""
     refusal = run.start(call)
-    if call.trip is not None:
-        return BudgetExceeded(call.trip)
-    if refusal is None or call.reason is None:
-        return None
-    violation = Violation(reason=call.reason, detail=call.detail)
+    if call.trip is not None or refusal is None or call.reason is None:
+        return None if call.trip is None else BudgetExceeded(call.trip)
+    violation = kit.Violation(reason=call.reason, detail=call.detail)
     trip = Trip(reason=call.reason, violations=(violation,), run_id=run.guard.run_id)
     return ToolRefused(trip, refusal)
 
@@ -74,12 +55,14 @@ class AdmittedModelCall:
         BudgetExceeded: On entering, when a limit holds.
     """
 
-    def __init__(self, run: Run, call: ModelCall, messages: list[Message], prompt: Prompt) -> None:
+    def __init__(
+        self, run: kit.Run, call: kit.ModelCall, messages: list[Message], prompt: kit.Prompt
+    ) -> None:
         self._run = run
         self._call = call
         self._messages = messages
         self._prompt = prompt
-        self._open: OpenModelCall | None = None
+        self._open: kit.OpenModelCall | None = None
         self.nudge: str | None = None
         self.max_output_tokens: int | None = None
         self.model: str | None = call.model
@@ -98,11 +81,7 @@ class AdmittedModelCall:
         return None if self._open is None else self._open.seconds
 
     def settle(
-        self,
-        response: Any = None,
-        *,
-        model: str | None = None,
-        cost_usd: Decimal | None = None,
+        self, response: Any = None, *, model: str | None = None, cost_usd: Decimal | None = None
     ) -> None:
         """Charge the call.
 
@@ -116,22 +95,22 @@ class AdmittedModelCall:
             cost_usd: What the provider says it cost; read from the response if left out.
         """
         opened = self._opened()
-        usage = token_usage(response)
+        usage = kit.token_usage(response)
         said = said_by(response, usage)
         self._run.answered(
             opened,
             usage,
             text=said.text,
             # Who does not send it to the fallback model pays for the model that answered.
-            model=model or (part(response, "model") if opened.fallback_model else None),
-            cost_usd=cost_usd or reported_cost(response),
+            model=model or (kit.part(response, "model") if opened.fallback_model else None),
+            cost_usd=cost_usd or kit.reported_cost(response),
             final=said.is_final and is_in_turn(self._run, said.text, self._messages),
         )
         self._prompt.measured(usage)
         if said.is_cut:
             self._run.cut_short(opened)
 
-    def _opened(self) -> OpenModelCall:
+    def _opened(self) -> kit.OpenModelCall:
         if self._open is None:
             raise AdapterError("a model call is settled inside its block. Use it in `with`.")
         return self._open
@@ -140,17 +119,17 @@ class AdmittedModelCall:
         return self._begin(self._run.wait(self._ask()))
 
     async def __aenter__(self) -> Self:
-        asked = await run_awaited(self._run.ask(self._ask))
+        asked = await kit.run_awaited(self._run.ask(self._ask))
         return self._begin(await self._run.wait_async(asked))
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
-    def _ask(self) -> OpenModelCall | Stop:
+    def _ask(self) -> kit.OpenModelCall | kit.Stop:
         return self._run.model_call(self._call, may_fall_back=True)
 
-    def _begin(self, answer: OpenModelCall | Stop) -> Self:
-        if isinstance(answer, Stop):
+    def _begin(self, answer: kit.OpenModelCall | kit.Stop) -> Self:
+        if isinstance(answer, kit.Stop):
             raise BudgetExceeded(answer.trip)
         self._open = answer
         self.nudge = answer.nudge
@@ -181,12 +160,11 @@ class AdmittedToolCall:
         name: The tool's name.
     """
 
-    def __init__(self, run: Run, wanted: Call, call: OpenToolCall) -> None:
+    def __init__(self, run: kit.Run, call: kit.OpenToolCall) -> None:
         self._run = run
-        self._wanted = wanted
         self._call = call
-        self.id = wanted.id
-        self.name = wanted.name
+        self.id = call.call.id or ""
+        self.name = call.call.name
 
     @property
     def refusal(self) -> str | None:
@@ -194,7 +172,7 @@ class AdmittedToolCall:
         return self._call.refusal
 
     @property
-    def ticket(self) -> Admit | None:
+    def ticket(self) -> kit.Admit | None:
         """The guard's answer, with the call's `idempotency_key`; None for a refused call."""
         return self._call.ticket
 
@@ -205,7 +183,7 @@ class AdmittedToolCall:
         Raises:
             ValueError: The model wrote no JSON object.
         """
-        return history.parsed(self._wanted.arguments)
+        return history.parsed(self._call.call.arguments)
 
     @property
     def seconds(self) -> float | None:
@@ -218,10 +196,10 @@ class AdmittedToolCall:
         A refused call returns its refusal; what the tool raises, and arguments that are no JSON
         object, become an error text. For an async function the answer is to be awaited.
         """
-        if self.refusal is not None:
-            return _done(self.refusal) if is_async(function) else self.refusal
         if is_async(function):
             return self._await(function)
+        if self.refusal is not None:
+            return self.refusal
         try:
             with self:
                 text = history.result_text(function(**self.arguments))
@@ -231,6 +209,8 @@ class AdmittedToolCall:
         return text
 
     async def _await(self, function: Callable[..., Any]) -> str:
+        if self.refusal is not None:
+            return self.refusal
         try:
             async with self:
                 text = history.result_text(await function(**self.arguments))
@@ -267,7 +247,7 @@ class AdmittedToolCall:
                 f"a refused call must not start, got {self.name}. Give the model its refusal."
             )
 
-    def _begin(self, call: OpenToolCall) -> Self:
+    def _begin(self, call: kit.OpenToolCall) -> Self:
         refused = refusal_of(self._run, call)
         if refused is not None:
             raise refused
@@ -291,14 +271,10 @@ class ToolCalls(list[AdmittedToolCall]):
     done, those that nobody started not at all.
     """
 
-    def __init__(self, run: Run, calls: Iterable[Any]) -> None:
-        wanted = [found for call in calls if (found := _wanted(call)) is not None]
+    def __init__(self, run: kit.Run, calls: Iterable[Any]) -> None:
         self._run = run
-        self._batch = run.batch([asked for _, asked in wanted])
-        super().__init__(
-            AdmittedToolCall(run, one, call)
-            for (one, _), call in zip(wanted, self._batch, strict=True)
-        )
+        self._batch = run.batch([asked for call in calls if (asked := _wanted(call)) is not None])
+        super().__init__(AdmittedToolCall(run, call) for call in self._batch)
 
     def __enter__(self) -> Self:
         return self
@@ -309,16 +285,11 @@ class ToolCalls(list[AdmittedToolCall]):
                 self._run.finished(call)
 
 
-def _wanted(call: Any) -> tuple[Call, ToolCall] | None:
+def _wanted(call: Any) -> kit.ToolCall | None:
     """Read a tool call; None for the other blocks of a reply's content."""
-    if isinstance(call, ToolCall):
-        return Call(call.id or "", call.name, call.arguments), call
-    wanted = read_call(call)
-    if not wanted.name:
+    if isinstance(call, kit.ToolCall):
+        return call
+    read = kit.read_call(call)
+    if not read.name:
         return None
-    asked = ToolCall(name=wanted.name, arguments=wanted.arguments, id=wanted.id or None)
-    return wanted, asked
-
-
-async def _done(text: str) -> str:
-    return text
+    return kit.ToolCall(name=read.name, arguments=read.arguments, id=read.id or None)

@@ -10,25 +10,14 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from budgetguard_core import AdapterError
-from budgetguard_core.kit import (
-    Run,
-    TokenUsage,
-    merge_usage,
-    part,
-    parts_of,
-    reported_cost,
-    token_usage,
-)
-from budgetguard_loop._history import Message, content_text, message_text, result_text
+from budgetguard_core import AdapterError, ConfigurationError, kit
+from budgetguard_loop._history import Message, as_message, content_text, message_text, result_text
 
-# To ask first whether it is a dictionary: a protocol is asked through Python.
 _REPLIES_KEPT = 16
 _LONG = 40
 """Characters of an answer that nobody gives about one thing after the other."""
-_REPLIES: WeakKeyDictionary[Run, deque[str]] = WeakKeyDictionary()
+_REPLIES: WeakKeyDictionary[kit.Run, deque[str]] = WeakKeyDictionary()
 _LISTS: tuple[Any, ...] = (list, tuple)
-_MAPPINGS: tuple[Any, ...] = (dict, Mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +26,7 @@ class ModelReply:
 
     message: Mapping[str, Any]
     """The assistant message in the format of chat completions: `content`, `tool_calls`."""
-    usage: TokenUsage | None = None
+    usage: kit.TokenUsage | None = None
     """What the provider reported; None: it is estimated from the text."""
     model: str | None = None
     """The model that was really called, if the provider says so."""
@@ -56,15 +45,15 @@ def read_reply(answer: Any) -> ModelReply:
     message, is_cut = _message_in(answer)
     if isinstance(answer, ModelReply):
         return replace(answer, message=message)
-    told = parts_of(answer)
+    told = kit.parts_of(answer)
     if told("choices") is None:
         return ModelReply(message=message)
     model = told("model")
     return ModelReply(
         message=message,
-        usage=token_usage(answer),
+        usage=kit.token_usage(answer),
         model=model if isinstance(model, str) else None,
-        cost_usd=reported_cost(answer),
+        cost_usd=kit.reported_cost(answer),
         is_cut=is_cut,
     )
 
@@ -75,16 +64,16 @@ def _message_in(answer: Any) -> tuple[Message, bool]:
         return _assistant(answer.message), answer.is_cut
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}, False
-    choices = part(answer, "choices")
+    choices = kit.part(answer, "choices")
     if isinstance(choices, _LISTS):
         if not choices:
             # A provider's filter has taken the answer; the call was made all the same.
             return _assistant({"content": ""}), False
-        first = parts_of(choices[0])
+        first = kit.parts_of(choices[0])
         return _assistant(first("message")), first("finish_reason") == "length"
-    if part(answer, "content") is None and not part(answer, "tool_calls"):
+    if kit.part(answer, "content") is None and not kit.part(answer, "tool_calls"):
         raise _unreadable(answer)
-    if part(answer, "type") == "message":
+    if kit.part(answer, "type") == "message":
         raise _unreadable(answer)
     return _assistant(answer), False
 
@@ -105,28 +94,31 @@ class Said(NamedTuple):
         return bool(self.text) and not self.asks
 
 
-def said_by(response: Any, usage: TokenUsage | None = None) -> Said:
+def said_by(response: Any, usage: kit.TokenUsage | None = None) -> Said:
     """Read what a response of any shape says, as far as it can be told.
 
     Args:
         response: What a model call returned.
-        usage: What it reports, as for `written`.
+        usage: What it reports; a reply that asks for tools needs no estimate then.
     """
     if response is None:
         return Said("", asks=False, is_cut=False)
     try:
         message, is_cut = _message_in(response)
     except AdapterError:
-        content = part(response, "content")
+        content = kit.part(response, "content")
         blocks: list[Any] = [*content] if isinstance(content, list | tuple) else []
-        asks = any(part(block, "type") == "tool_use" for block in blocks)
-        cut = part(response, "stop_reason") == "max_tokens" and not asks
+        asks = any(kit.part(block, "type") == "tool_use" for block in blocks)
+        cut = kit.part(response, "stop_reason") == "max_tokens" and not asks
         return Said(result_text(response), asks=asks, is_cut=cut)
-    calls = message.get("tool_calls")
-    return Said(written(message, usage), asks=bool(calls), is_cut=is_cut and not calls)
+    calls, text = message.get("tool_calls"), message_text(message)
+    if calls:
+        is_measured = usage is not None and usage.output_tokens and not usage.estimated
+        text = "" if is_measured else text + str(calls)
+    return Said(text, asks=bool(calls), is_cut=is_cut and not calls)
 
 
-def is_in_turn(run: Run, text: str, prompt: Iterable[Any]) -> bool:
+def is_in_turn(run: kit.Run, text: str, prompt: Iterable[Any]) -> bool:
     """Return whether an answer belongs to what was said before in this run.
 
     Who asks about one document after the other may get the same answer many times. That is no
@@ -136,38 +128,24 @@ def is_in_turn(run: Run, text: str, prompt: Iterable[Any]) -> bool:
     said = _REPLIES.setdefault(run, deque(maxlen=_REPLIES_KEPT))
     before = set(said)
     said.append(text.strip())
-    texts = [content_text(part(one, "content") or one) for one in prompt]
+    texts = [content_text(kit.part(one, "content") or one) for one in prompt]
     is_known = not before or any(one.strip() in before for one in texts)
     return is_known or (not texts and len(text) >= _LONG)
-
-
-def written(message: Mapping[str, Any], usage: TokenUsage | None) -> str:
-    """Return what the model wrote, for whoever looks at it: estimates, and repeated replies.
-
-    The text, and the calls that a reply asks for; empty where these are asked for and nothing is
-    to be estimated.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        return message_text(message)
-    if usage is not None and usage.output_tokens and not usage.estimated:
-        return ""
-    return message_text(message) + str(calls)
 
 
 def said_by_chunk(chunk: Any) -> Said:
     """Read what a chunk of a stream adds."""
     if isinstance(chunk, str):
         return Said(chunk, asks=False, is_cut=False)
-    choices = part(chunk, "choices")
+    choices = kit.part(chunk, "choices")
     if not isinstance(choices, _LISTS):
-        text = str(part(part(chunk, "delta"), "text") or "")
-        cut = part(part(chunk, "delta"), "stop_reason") == "max_tokens"
+        text = str(kit.part(kit.part(chunk, "delta"), "text") or "")
+        cut = kit.part(kit.part(chunk, "delta"), "stop_reason") == "max_tokens"
         return Said(text, asks=False, is_cut=cut)
-    delta = part(choices[0], "delta") if choices else None
-    calls = part(delta, "tool_calls")
-    cut = bool(choices) and part(choices[0], "finish_reason") == "length"
-    text = content_text(part(delta, "content")) + str(calls or "")
+    delta = kit.part(choices[0], "delta") if choices else None
+    calls = kit.part(delta, "tool_calls")
+    cut = bool(choices) and kit.part(choices[0], "finish_reason") == "length"
+    text = content_text(kit.part(delta, "content")) + str(calls or "")
     return Said(text, asks=bool(calls), is_cut=cut)
 
 
@@ -181,10 +159,10 @@ class _StreamedCall:
 
     def add(self, piece: Any) -> None:
         """Take in what a chunk says of the call."""
-        self.id = part(piece, "id") or self.id
-        function = part(piece, "function")
-        self._name.append(part(function, "name") or "")
-        self._arguments.append(part(function, "arguments") or "")
+        self.id = kit.part(piece, "id") or self.id
+        function = kit.part(piece, "function")
+        self._name.append(kit.part(function, "name") or "")
+        self._arguments.append(kit.part(function, "arguments") or "")
 
     def whole(self) -> Message:
         """Return the call as a message has it."""
@@ -203,7 +181,7 @@ class StreamedReply:
         self._pieces = pieces
         self._tool_calls: list[_StreamedCall] = []
         self._at: dict[int, _StreamedCall] = {}
-        self._usage: TokenUsage | None = None
+        self._usage: kit.TokenUsage | None = None
         self._model: str | None = None
         self._is_cut = False
         self._whole: ModelReply | None = None
@@ -217,25 +195,25 @@ class StreamedReply:
         if isinstance(chunk, str):
             self._pieces.append(chunk)
             return
-        choices = part(chunk, "choices")
-        usage = token_usage(chunk) if part(chunk, "usage") is not None else None
-        if not isinstance(choices, _LISTS) or (choices and part(choices[0], "delta") is None):
+        choices = kit.part(chunk, "choices")
+        usage = kit.token_usage(chunk) if kit.part(chunk, "usage") is not None else None
+        if not isinstance(choices, _LISTS) or (choices and kit.part(choices[0], "delta") is None):
             self._whole = read_reply(chunk)
             return
-        self._usage = merge_usage(self._usage, usage)
-        model = part(chunk, "model")
+        self._usage = kit.merge_usage(self._usage, usage)
+        model = kit.part(chunk, "model")
         self._model = model if isinstance(model, str) and model else self._model
         for choice in choices[:1]:
-            self._is_cut |= part(choice, "finish_reason") == "length"
-            delta = part(choice, "delta")
-            self._pieces.append(content_text(part(delta, "content")))
-            for place, piece in enumerate(part(delta, "tool_calls") or ()):
-                index, own = part(piece, "index"), part(piece, "id")
+            self._is_cut |= kit.part(choice, "finish_reason") == "length"
+            delta = kit.part(choice, "delta")
+            self._pieces.append(content_text(kit.part(delta, "content")))
+            for place, piece in enumerate(kit.part(delta, "tool_calls") or ()):
+                index, own = kit.part(piece, "index"), kit.part(piece, "id")
                 index = place if index is None else index
                 call = self._at.get(index)
                 # Some servers give several calls the same index, each with a name and an id of its
                 # own; others make up an id for each piece, and only the first has a name.
-                named = part(part(piece, "function"), "name")
+                named = kit.part(kit.part(piece, "function"), "name")
                 if call is None or (named and own and call.id not in ("", own)):
                     call = self._at[index] = _StreamedCall()
                     self._tool_calls.append(call)
@@ -251,10 +229,7 @@ class StreamedReply:
             message["tool_calls"] = [call.whole() for call in self._tool_calls]
             message["content"] = text or None
         return ModelReply(
-            message=_assistant(message),
-            usage=self._usage,
-            model=self._model,
-            is_cut=self._is_cut,
+            message=_assistant(message), usage=self._usage, model=self._model, is_cut=self._is_cut
         )
 
 
@@ -277,12 +252,10 @@ def _assistant(message: Any) -> Message:
 
 
 def _plain(record: Any) -> Message:
-    if isinstance(record, _MAPPINGS):
-        return dict(record)
-    if hasattr(record, "model_dump"):
-        plain: Message = record.model_dump(mode="json", exclude_none=True)
-        return plain
-    raise _unreadable(record)
+    try:
+        return as_message(record)
+    except ConfigurationError:
+        raise _unreadable(record) from None
 
 
 def _with_id(call: Any) -> Message:

@@ -5,29 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Trip
-from budgetguard_core.kit import (
-    Envelope,
-    EnvelopeOptions,
-    ModelCall,
-    OpenModelCall,
-    OpenToolCall,
-    Prompt,
-    Run,
-    Stop,
-    ToolCall,
-    cut_short,
-    envelope_of,
-    joined,
-    merge_usage,
-    run_awaited,
-    token_usage,
-)
+from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Trip, kit
 from budgetguard_loop._calls import refusal_of
 from budgetguard_loop._history import result_text
 from budgetguard_loop._reply import Said, is_in_turn, said_by, said_by_chunk
@@ -35,28 +18,29 @@ from budgetguard_loop._settings import Settings, is_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING: Any = object()
-_Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
+_CUT: Any = object()
+_Asked: TypeAlias = kit.OpenModelCall | kit.OpenToolCall | kit.Stop
 
 
 def guarded(
-    budget: Budget | Guard | Envelope | None = None,
+    budget: Budget | Guard | kit.Envelope | None = None,
     *,
     kind: Literal["tool", "model"] = "tool",
     name: str | None = None,
     model: str | None = None,
     provider: str | None = None,
-    usage: Callable[[Any], Any] = token_usage,
+    usage: Callable[[Any], Any] = kit.token_usage,
     tools: Iterable[Any] = (),
-    **options: Unpack[EnvelopeOptions],
+    **options: Unpack[kit.EnvelopeOptions],
 ) -> Callable[[_F], _F]:
     """Admit and settle every call of a function, as a tool call or as a model call.
 
-    Works on functions, coroutine functions, generators and async generators; a generator is one
-    call from its first item to its last. On an event loop the deadline and an abort cancel the
-    call. A function that `run_bounded` or a `bounded` block calls under the same guard is counted
-    once. The function is also given `max_output_tokens`, `seconds` and `nudge` (what the model
-    should be told first, or None) where it has keywords of these names that the caller leaves out;
-    a default of its own is never raised.
+    Works on functions, coroutine functions, generators and async generators; a generator, which
+    is only read, is one call from its first item to its last. On an event loop the deadline and an
+    abort cancel the call. A function that `run_bounded` or a `bounded` block calls under the same
+    guard is counted once. The function is also given `max_output_tokens`, `seconds` and `nudge`
+    (what the model should be told first, or None) where it has keywords of these names that the
+    caller leaves out; a default of its own is never raised.
 
     Args:
         budget: A `Guard`; or None for that of the run that the call is part of; or a `Budget` of
@@ -77,7 +61,7 @@ def guarded(
             as the result.
         AdapterError: From the call, without a budget outside of any run.
     """
-    envelope = None if budget is None and not options else envelope_of(budget, **options)
+    envelope = None if budget is None and not options else kit.envelope_of(budget, **options)
 
     def decorate(function: _F) -> _F:
         known = str(name or getattr(function, "__name__", type(function).__name__))
@@ -102,8 +86,8 @@ def guarded(
 class _Call:
     """One call of a guarded function, admitted."""
 
-    run: Run
-    open: OpenModelCall | OpenToolCall
+    run: kit.Run
+    open: kit.OpenModelCall | kit.OpenToolCall
     settings: dict[str, Any]
     prompt: Sequence[Any]
     usage: Any = None
@@ -115,11 +99,6 @@ class _Call:
     def text(self) -> str:
         """All that was written so far."""
         return "".join(self.pieces)
-
-    @property
-    def said_final(self) -> bool:
-        """True if the model gave an answer: a text that asks for no tool."""
-        return any(self.pieces) and not self.asks
 
     def take(self, said: Said) -> None:
         """Take in what a response, or a chunk of one, says."""
@@ -141,7 +120,7 @@ class _Gate:
     """Admits and settles the calls of one function."""
 
     _function: Callable[..., Any]
-    _envelope: Envelope | None
+    _envelope: kit.Envelope | None
     _kind: Literal["tool", "model"]
     _name: str
     _model: str | None
@@ -149,11 +128,11 @@ class _Gate:
     _usage: Callable[[Any], Any]
     _tools: tuple[Any, ...]
     wrapper: object = None
-    _outside: Run | None = None
+    _outside: kit.Run | None = None
 
     def __post_init__(self) -> None:
         self._settings = Settings(self._function)
-        self._prompts: WeakKeyDictionary[Run, Prompt] = WeakKeyDictionary()
+        self._prompts: WeakKeyDictionary[kit.Run, kit.Prompt] = WeakKeyDictionary()
 
     # The four shells
 
@@ -170,13 +149,13 @@ class _Gate:
 
     def coroutine(self) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
-            result = _NOTHING
+            result = _CUT
             run, ask = self._question(args, kwargs)
-            waited = await run.wait_async(await run_awaited(run.ask(ask)))
+            waited = await run.wait_async(await kit.run_awaited(run.ask(ask)))
             with self._admitted(run, waited, args, kwargs) as admitted:
-                with admitted.run.entered(admitted.open), cut_short(admitted.run) as watch:
+                with admitted.run.entered(admitted.open), kit.cut_short(admitted.run) as watch:
                     result = await self._function(*args, **kwargs, **admitted.settings)
-                if result is _NOTHING:
+                if result is _CUT:
                     raise _CutShort(cast("Trip", watch.trip))
                 self._took(admitted, result)
             return result
@@ -184,59 +163,41 @@ class _Gate:
         return call
 
     def generator(self) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        def call(*args: Any, **kwargs: Any) -> Generator[Any]:
             run, ask = self._question(args, kwargs)
             with self._admitted(run, run.wait(ask()), args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
-                go_on = functools.partial(next, items)
-                try:
+                with closing(items):
                     while True:
-                        try:
-                            with admitted.run.entered(admitted.open):
-                                item = go_on()
-                        except StopIteration as end:
-                            return end.value
+                        with admitted.run.entered(admitted.open):
+                            item = next(items, _NOTHING)
+                        if item is _NOTHING:
+                            break
                         self._took(admitted, item, part_of_it=True)
-                        try:
-                            go_on = functools.partial(items.send, (yield item))
-                        except GeneratorExit:
-                            raise
-                        except BaseException as error:
-                            go_on = functools.partial(items.throw, error)
-                finally:
-                    items.close()
+                        yield item
 
         return call
 
     def async_generator(self) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
             run, ask = self._question(args, kwargs)
-            waited = await run.wait_async(await run_awaited(run.ask(ask)))
+            waited = await run.wait_async(await kit.run_awaited(run.ask(ask)))
             with self._admitted(run, waited, args, kwargs) as admitted:
                 items = self._function(*args, **kwargs, **admitted.settings)
-                go_on = functools.partial(anext, items)
-                try:
+                async with aclosing(items):
                     while True:
-                        item = _NOTHING
-                        try:
-                            with (
-                                admitted.run.entered(admitted.open),
-                                cut_short(admitted.run) as watch,
-                            ):
-                                item = await go_on()
-                        except StopAsyncIteration:
-                            break
-                        if item is _NOTHING:
+                        item = _CUT
+                        with (
+                            admitted.run.entered(admitted.open),
+                            kit.cut_short(admitted.run) as watch,
+                        ):
+                            item = await anext(items, _NOTHING)
+                        if item is _CUT:
                             raise _CutShort(cast("Trip", watch.trip))
+                        if item is _NOTHING:
+                            break
                         self._took(admitted, item, part_of_it=True)
-                        try:
-                            go_on = functools.partial(items.asend, (yield item))
-                        except GeneratorExit:
-                            raise
-                        except BaseException as error:
-                            go_on = functools.partial(items.athrow, error)
-                finally:
-                    await items.aclose()
+                        yield item
 
         return call
 
@@ -244,7 +205,7 @@ class _Gate:
 
     @contextmanager
     def _admitted(
-        self, run: Run, asked: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, run: kit.Run, asked: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Generator[_Call]:
         call = self._admit(run, asked, args, kwargs)
         try:
@@ -260,12 +221,12 @@ class _Gate:
 
     def _question(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Run, Callable[[], OpenModelCall | Stop]]:
+    ) -> tuple[kit.Run, Callable[[], kit.OpenModelCall | kit.Stop]]:
         """Return the run, and what asks it for a call: of a tool too, though the type names one."""
         run = self._run()
         if self._kind == "model":
-            prompt = self._prompts.setdefault(run, Prompt())
-            call = ModelCall(
+            prompt = self._prompts.setdefault(run, kit.Prompt())
+            call = kit.ModelCall(
                 model=self._model,
                 provider=self._provider,
                 input_tokens=prompt.project(_messages_in(args, kwargs), tools=self._tools),
@@ -275,27 +236,27 @@ class _Gate:
         opened: Any = functools.partial(run.tool_call, function=self.wrapper)
         arguments = self._settings.arguments(args, kwargs)
         arguments.pop("self", None)
-        asked = ToolCall(name=self._name, arguments=arguments)
+        asked = kit.ToolCall(name=self._name, arguments=arguments)
         return run, functools.partial(opened, asked)
 
     def _admit(
-        self, run: Run, opened: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, run: kit.Run, opened: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Call:
-        if isinstance(opened, Stop):
+        if isinstance(opened, kit.Stop):
             raise BudgetExceeded(opened.trip)
-        if isinstance(opened, OpenToolCall):
+        if isinstance(opened, kit.OpenToolCall):
             refused = refusal_of(run, opened)
             if refused is not None:
                 raise refused
             # The body may call the tool again: that is another call, and not this one seen twice.
             opened.seen = not hasattr(self._function, "__wrapped__")
-        same = isinstance(opened, OpenModelCall) and not opened.tickets
+        same = isinstance(opened, kit.OpenModelCall) and not opened.tickets
         settings = self._settings.for_call(run, opened, args, kwargs, nudges=not same)
         return _Call(run, opened, settings, _messages_in(args, kwargs))
 
-    def _run(self) -> Run:
+    def _run(self) -> kit.Run:
         """Return the run that a call from here counts in."""
-        around, envelope = joined(), self._envelope
+        around, envelope = kit.joined(), self._envelope
         if envelope is None:
             if around is None:
                 raise AdapterError(
@@ -313,18 +274,16 @@ class _Gate:
         return around.part(self, envelope)
 
     def _settle(
-        self,
-        call: _Call,
-        *,
-        error: BaseException | str | None = None,
-        interrupted: bool = False,
+        self, call: _Call, *, error: BaseException | str | None = None, interrupted: bool = False
     ) -> None:
-        if isinstance(call.open, OpenToolCall):
+        if isinstance(call.open, kit.OpenToolCall):
             # What ended a tool from outside leaves its outcome unknown: the call stays open.
             if not interrupted:
                 call.run.finished(call.open, call.text, error=error)
         elif error is None:
-            final = call.said_final and is_in_turn(call.run, call.text, call.prompt)
+            # An answer is a text that asks for no tool.
+            is_answer = any(call.pieces) and not call.asks
+            final = is_answer and is_in_turn(call.run, call.text, call.prompt)
             call.run.answered(call.open, call.usage, text=call.text, final=final)
             self._prompts[call.run].measured(call.usage)
             if call.is_cut:
@@ -336,7 +295,7 @@ class _Gate:
         if self._kind == "tool":
             call.pieces.append(result_text(result))
         elif part_of_it:
-            call.usage = merge_usage(call.usage, self._usage(result))
+            call.usage = kit.merge_usage(call.usage, self._usage(result))
             call.take(said_by_chunk(result))
         else:
             call.usage = self._usage(result)

@@ -3,7 +3,7 @@
 from budgetguard_core.kit import required
 
 with required("The OpenAI Agents SDK", module="agents", extra="openai-agents"):
-    from budgetguard_openai_agents._calls import RunStopped
+    from budgetguard_openai_agents._frame import RunStopped
     from budgetguard_openai_agents._runner import install, uninstall
     from budgetguard_openai_agents.runner import (
         BudgetHooks,

@@ -1,61 +1,25 @@
-"""The SDK's result of a run that was stopped; and the end of every run."""
+"""The end of every run: the SDK's result, also where the run was stopped."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
-from agents import (
-    Agent,
-    ItemHelpers,
-    MaxTurnsExceeded,
-    MessageOutputItem,
-    Model,
-    ModelResponse,
-    ModelTracing,
-    OpenAIResponsesModel,
-    RunConfig,
-    RunContextWrapper,
-    RunErrorDetails,
-    RunItem,
-    RunResult,
-    RunResultStreaming,
-    RunState,
-    TResponseInputItem,
-)
-from agents.run import CallModelData, ModelInputData
+import agents
 
-from budgetguard_core import Outcome, Trip
-from budgetguard_core.kit import (
-    ANSWER_NOW,
-    RESPONSES,
-    Answer,
-    ModelCall,
-    OpenModelCall,
-    Prompt,
-    content_text,
-    grouped,
-    in_words,
-    last_answer,
-    part,
-    remember,
-    synthetic_metadata,
-    synthetic_text,
-)
-from budgetguard_openai_agents import _history, _seams
-from budgetguard_openai_agents._calls import RunStopped
+from budgetguard_core import Trip
+from budgetguard_core.kit import part, run_awaited, run_blocking, synthetic_metadata, synthetic_text
+from budgetguard_openai_agents import _last, _seams, _sessions
+from budgetguard_openai_agents._frame import RunFrame, RunStopped
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
     closing_items,
     history_of,
     synthetic_message,
 )
-from budgetguard_openai_agents._model import model_of, plain_settings, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import hide_gate
+from budgetguard_openai_agents.questions import approval
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -64,454 +28,281 @@ _RESUME = (
 _ANSWER = "Answer with result.to_state(), and give that to the runner with a budget."
 
 
-async def ended(
-    recorder: Recorder,
-    work: asyncio.Task[Any],
-    given: Any,
-    options: dict[str, Any],
-    streamed: RunResultStreaming | None = None,
-) -> Any:
-    """Wait for a run's work, and give the run its end: a result, also where it was stopped.
+class Ending:
+    """The end of one run.
 
     Args:
         recorder: The hooks of the run.
-        work: What the SDK runs.
-        given: The input of the run.
+        given: Its input.
         options: Its options.
         streamed: The result of a streamed run.
-
-    Raises:
-        RunStopped: The caller wants it so, or the stop is that of a run around this one.
     """
-    run = recorder.run
-    known: Any = streamed
-    result: Any = None
-    try:
-        trip = await recorder.supervised(work)
-        if trip is None or (work.done() and not work.cancelled()):
-            answer = work.result()
-            trip, result = None, streamed or answer
-            if streamed is not None and not streamed.interruptions:
-                _seams.raise_tripwire(streamed)
-        else:
-            recorder.cut_off()
-            is_judged = streamed is not None and recorder.is_judged()
-            result = cast("Any", streamed if is_judged else None)
-    except BaseException as raised:
-        error = raised
-        work.cancel()  # whoever cancels the run may do it before anybody waits for its work
-        if streamed is not None and isinstance(error, asyncio.CancelledError) and run.stopped_by:
-            # The SDK cancels a streamed run whose input guardrail failed.
-            await asyncio.wait({work}, timeout=0)
-            failed = _seams.take_failed_guardrail(streamed)
-            if failed is not None:
-                cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
-                error = failed
-        trip = recorder.left_by(error)
-        if trip is None:
-            await fail(recorder, error, given, streamed)
-            raise
-        recorder.cut_off(error)
-        known = streamed or getattr(error, "run_data", None)
-    waits = result is not None and bool(result.interruptions)
-    trip = trip or recorder.calls.stopping or run.stopped_by
-    if trip is None and streamed is not None and _seams.is_cancelled(streamed) and not waits:
-        left = asyncio.CancelledError("the stream was cancelled")
-        await fail(recorder, left, given, streamed)
-        return streamed
-    if trip is not None and not waits and not (result and is_answered(recorder, result)):
-        data = known or result
-        result = await _closed(recorder, trip, data, given, options, streamed)
-        await store_in_session(recorder, options.get("session"), given, result, rebuilt=not data)
-    elif trip is not None and not waits and recorder.is_completed_by_a_call(trip):
-        # Nothing that the refused calls of the same batch would have brought was waited for.
-        trip = run.trip = None
-    await conclude(recorder, trip, cast("RunResult", result))
-    return result
 
+    def __init__(
+        self,
+        recorder: Recorder,
+        given: Any,
+        options: dict[str, Any],
+        streamed: agents.RunResultStreaming | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._given = given
+        self._options = options
+        self._streamed: Any = streamed
 
-async def _closed(
-    recorder: Recorder,
-    trip: Trip,
-    data: Any,
-    given: Any,
-    options: dict[str, Any],
-    streamed: RunResultStreaming | None,
-) -> Any:
-    """Give a stopped run its closed history and its last message; `data` is what the SDK knows."""
-    data = data or _data_from(recorder, given, options)
-    recorder.withhold()
-    kept, closing, responses = _whole(recorder, data.new_items, data.raw_responses)
-    whole = [*kept, *closing]
-    last = await last_words(recorder, trip, data, whole, responses, options.get("session"))
-    # Behind an answer that was cut short there is none: its text is the last message.
-    if not (recorder.cut and isinstance(whole[-1] if whole else None, MessageOutputItem)):
-        closing.append(_last(recorder, trip, data.last_agent, whole, responses, last))
-    final = last.final if last.is_typed else _text_of([*kept, *closing][-1])
-    if streamed is not None:
-        streamed.raw_responses = responses
-        _seams.extend_streamed(streamed, kept, closing)
-        streamed.final_output = final
-        streamed.is_complete = True
-        recorder.closing = closing
-        return streamed
-    result = RunResult(
-        input=data.input,
-        new_items=[*kept, *closing],
-        raw_responses=responses,
-        final_output=final,
-        input_guardrail_results=data.input_guardrail_results,
-        output_guardrail_results=data.output_guardrail_results,
-        # Older releases do not report these of a run that failed.
-        tool_input_guardrail_results=getattr(data, "tool_input_guardrail_results", []),
-        tool_output_guardrail_results=getattr(data, "tool_output_guardrail_results", []),
-        context_wrapper=data.context_wrapper,
-        _last_agent=data.last_agent,
-        max_turns=options.get("max_turns"),
-    )
-    kept_by = _seams.kept_by_server(given, options)
-    _seams.complete_result(result, kept_by, given, recorder.run_config)
-    return result
+    async def of(self, work: asyncio.Task[Any]) -> Any:
+        """Wait for what the SDK runs, and return the result.
 
-
-def _last(
-    recorder: Recorder,
-    trip: Trip,
-    agent: Any,
-    items: Sequence[RunItem],
-    responses: Sequence[Any],
-    last: LastWords,
-) -> SyntheticMessage:
-    """Make the synthetic message; a run above also gets what its sub-agent had said so far."""
-    run = recorder.run
-    text = last.text or synthetic_text(run.guard)
-    if last.text is None and run.above is not None and run.above.run is not None:
-        said = ItemHelpers.text_message_outputs(list(items[len(recorder.calls.earlier) :]))
-        text = f"{said}\n\n{text}" if said else text
-    metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
-    return synthetic_message(agent, text, metadata, responses)
-
-
-def is_answered(recorder: Recorder, result: Any) -> bool:
-    """Return whether a run that was stopped has an answer all the same.
-
-    It has one where the SDK ended the run by itself and had all that its answer needs: neither a
-    judge nor the call whose result is the answer was refused. Or the user's own handler gave it.
-    """
-    if recorder.is_handled:
-        return True
-    if recorder.run.trip is None or result.final_output is None:
-        return False
-    refused = [
-        one.shown()
-        for turn in recorder.turns[-1:]
-        for one in turn.asked
-        if one.partial is not None or (one.opened is not None and one.opened.refusal is not None)
-    ]
-    return result.final_output not in refused
-
-
-async def store_in_session(
-    recorder: Recorder,
-    session: Any,
-    given: Any,
-    result: RunResult | RunResultStreaming,
-    *,
-    rebuilt: bool = False,
-) -> None:
-    """Add to the user's session what the run was stopped before adding.
-
-    Args:
-        recorder: The hooks of the run.
-        session: The user's session.
-        given: The input of the run.
-        result: Its result.
-        rebuilt: It was made of the model's answers: what the filter of a handoff took away is in
-            it, and is taken out where the session lacks it.
-    """
-    if session is None:
-        return
-    new = [item.to_input_item() for item in result.new_items]
-    # It was in no session yet, though one may have ended with the same words before.
-    ends = any(isinstance(one, SyntheticMessage) for one in result.new_items[-1:])
-    said = [new.pop()] if ends else []
-    try:
-        stored = await _history.read(session)
-        for item in recorder.withheld():
-            # The SDK may have stored it before it asked its judges.
-            if _history.ends_with(stored, item):
-                await _history.drop_last(session)
-                stored.pop()
-        if isinstance(given, RunState):
-            history = result.to_input_list()
-            compared = _history.compare(stored, history[: len(history) - len(said)])
-        else:
-            own = ItemHelpers.input_to_new_input_list(given)
-            compared = _history.compare(stored, [*own, *new])
-            result.input = [*compared.before, *own]
-            if rebuilt:
-                _seams.drop_items(result, {n - len(own) for n in compared.left_out})
-        await _history.add(session, [*compared.missing, *said])
-    except Exception as error:
-        recorder.run.guard.tree.report("session", error)
-
-
-async def conclude(
-    recorder: Recorder, trip: Trip | None, result: RunResult | RunResultStreaming
-) -> None:
-    """End the run, and put the outcome where `outcome` finds it.
-
-    Raises:
-        RunStopped: The caller wants it so, or the stop is that of a run around this one.
-    """
-    run = recorder.run
-    waits = bool(result.interruptions)
-    if waits:
-        recorder.calls.wait({part(item.raw_item, "call_id") for item in result.interruptions})
-    else:
-        recorder.calls.close()
-    hide_gate(result)
-    messages = result.to_input_list()
-
-    def end() -> Outcome:
-        if waits:
-            return run.pause(messages, resume=_ANSWER)
-        return run.end(
-            messages,
-            result.final_output,
-            trip=trip,
-            next_step=None if trip is None else "call the model",
-            resume=_RESUME,
-        )
-
-    found = await run.in_thread(end)
-    if waits:
-        _seams.keep(result, run.guard.snapshot().model_dump_json())
-    remember(result, found)
-    if found.status == "terminated":
-        _hand_over(recorder, result)
-    recorder.calls.let_go()
-    stop = run.trip
-    if stop is not None and not waits and (run.is_to_raise or run.is_of_the_run_around(stop)):
-        raise RunStopped(stop, found)
-
-
-def _hand_over(recorder: Recorder, result: RunResult | RunResultStreaming) -> None:
-    """Leave what a stopped run had brought with the tool call that it is the body of."""
-    above = recorder.run.above
-    call = None if above is None else above.call
-    calls = getattr(above, "calls", None)
-    if calls is not None and call is not None:
-        final = result.final_output
-        calls.leave_partial(call, _text_of(result.new_items[-1]) if final is None else str(final))
-
-
-async def fail(
-    recorder: Recorder,
-    error: BaseException,
-    given: Any,
-    result: RunResultStreaming | None = None,
-) -> None:
-    """End a run that an exception or a cancellation left; who has its result may read it there."""
-    recorder.close(error)
-    known: RunErrorDetails | None = getattr(error, "run_data", None)
-    hide_gate(known, result)
-    data = known or _data_from(recorder, given, {})
-    kept, closing, _ = _whole(recorder, data.new_items, data.raw_responses)
-    messages = history_of(data.input, [*kept, *closing])
-    end: Callable[[], Outcome] = lambda: recorder.run.fail(error, messages, resume=_RESUME)  # noqa: E731
-    # Whoever cancels a run does not wait for its store.
-    cancelled = isinstance(error, asyncio.CancelledError)
-    found = end() if cancelled else await recorder.run.in_thread(end)
-    if result is not None:
-        remember(result, found)
-    recorder.calls.let_go()
-
-
-def _whole(
-    recorder: Recorder, new_items: Sequence[RunItem], raw_responses: Sequence[Any]
-) -> tuple[list[RunItem], list[RunItem], list[Any]]:
-    """Return the items of a run, those that are missing, and all its responses."""
-    calls = recorder.calls
-    items: list[RunItem] = [
-        one
-        for one in new_items
-        if one.type != "tool_approval_item" and not recorder.is_withheld(one)
-    ]
-    closing = closing_items(recorder.turns, items, raw_responses, calls.resumed)
-    responses = list(raw_responses)
-    for turn in recorder.turns:
-        if not any(turn.response is response for response in responses):
-            responses.append(turn.response)
-    return items, closing, responses
-
-
-def _data_from(recorder: Recorder, given: Any, options: dict[str, Any]) -> RunErrorDetails:
-    """Rebuild what a cancelled run takes with it from what its hooks saw."""
-    resumed = isinstance(given, RunState)
-    sent: list[TResponseInputItem] | str = _seams.input_of(given) if resumed else given
-    return RunErrorDetails(
-        input=sent,
-        new_items=list(recorder.calls.earlier),
-        raw_responses=[],
-        last_agent=recorder.agent,
-        context_wrapper=recorder.context or RunContextWrapper(context=options.get("context")),
-        input_guardrail_results=[],
-        output_guardrail_results=[],
-    )
-
-
-def _text_of(item: RunItem) -> str:
-    return ItemHelpers.text_message_output(item) if isinstance(item, MessageOutputItem) else ""
-
-
-# The last answer
-
-
-class LastWords(NamedTuple):
-    """How a stopped run ends."""
-
-    text: str | None = None
-    """The text of its last message; None for the synthetic one."""
-    is_typed: bool = False
-    """The program asked for an output of a type."""
-    final: Any = None
-    """That output; None where nobody gave one."""
-
-
-async def last_words(
-    recorder: Recorder,
-    trip: Trip,
-    data: Any,
-    items: Sequence[RunItem],
-    responses: Sequence[ModelResponse],
-    session: Any,
-) -> LastWords:
-    """Ask for the end of a stopped run: the model, where the run has a reserve for it.
-
-    For an output of a type, the user's own handler of `max_turns` is asked where there is none.
-
-    Args:
-        recorder: The hooks of the run.
-        trip: Why it was stopped.
-        data: What the SDK knows of it.
-        items: Its items, closed.
-        responses: The model's responses.
-        session: The user's session, if any.
-    """
-    agent = recorder.agent
-    schema = _seams.schema_of(agent)
-    is_typed = schema is not None and not schema.is_plain_text()
-    found: list[Any] = []
-
-    def parsed(text: str) -> str:
-        if schema is None or not is_typed:
-            return text
+        Raises:
+            RunStopped: The caller wants it so, or the stop is that of a run around this one.
+        """
+        recorder, streamed = self._recorder, self._streamed
+        known: Any = streamed
+        result = cast("Any", None)
         try:
-            found.append(schema.validate_json(text))
-        except Exception as error:
-            recorder.run.guard.tree.report("last answer", error)
-            return ""
-        return text
+            trip = await recorder.supervised(work)
+            if trip is None or (work.done() and not work.cancelled()):
+                answer = work.result()
+                trip, result = None, streamed or answer
+                if streamed is not None and not streamed.interruptions:
+                    _seams.raise_tripwire(streamed)
+            else:
+                recorder.leave()
+                recorder.withhold()
+                result = None if recorder.withheld() else streamed
+        except BaseException as raised:
+            work.cancel()  # whoever cancels the run may do it before anybody waits for its work
+            error = await self._known_better(raised, work)
+            trip = recorder.left_by(error)
+            if trip is None:
+                await self._fail(error)
+                raise
+            recorder.leave()
+            known = streamed or getattr(error, "run_data", None)
+        trip = trip or recorder.stopping or recorder.run.stopped_by
+        if result is None or not result.interruptions:
+            if trip is None and streamed is not None and _seams.is_cancelled(streamed):
+                await self._fail(asyncio.CancelledError("the stream was cancelled"))
+                return streamed
+            if trip is not None and not (result and self._is_answered(result)):
+                data = known or result
+                result = await self._closed(trip, data or self._facts())
+                await self._store(result, rebuilt=not data)
+            elif trip is not None and recorder.is_completed_by_a_call(trip):
+                # Nothing that the refused calls of the batch would have brought was waited for.
+                trip = recorder.run.trip = None
+        if result is not None and recorder.question is not None:
+            result.interruptions = [approval(recorder.agent, recorder.question)]
+        await self._finish(result, trip)
+        return result
 
-    answer = await _answer(recorder, trip, history_of(data.input, items), data, session, parsed)
-    if answer is not None or not is_typed:
-        return LastWords(answer, is_typed, *found)
-    handler = recorder.take_handler()
-    if handler is None:
-        return LastWords(is_typed=True)
-    facts = {"input": data.input, "new_items": list(items), "raw_responses": list(responses)}
-    context = recorder.context or data.context_wrapper
-    error = MaxTurnsExceeded(trip.detail)
-    try:
-        text, final = await _seams.handled(handler, error, context, agent, facts)
-    except Exception as raised:
-        recorder.run.guard.tree.report("error_handlers", raised)
-        return LastWords(is_typed=True)
-    return LastWords(text, is_typed=True, final=final)
+    async def _known_better(self, error: BaseException, work: asyncio.Task[Any]) -> BaseException:
+        """Return the failure of an input guardrail, for which the SDK cancels a streamed run."""
+        streamed, task = self._streamed, asyncio.current_task()
+        if streamed is None or not isinstance(error, asyncio.CancelledError):
+            return error
+        if self._recorder.run.stopped_by is None:
+            return error
+        await asyncio.wait({work}, timeout=0)
+        failed = _seams.take_failed_guardrail(streamed)
+        if failed is not None and task is not None:
+            task.uncancel()
+        return failed or error
 
+    def _is_answered(self, result: Any) -> bool:
+        """Return whether a run that was stopped has an answer all the same.
 
-async def _answer(
-    recorder: Recorder,
-    trip: Trip,
-    history: list[Any],
-    data: Any,
-    session: Any,
-    parsed: Callable[[str], str],
-) -> str | None:
-    agent, config = recorder.agent, recorder.run_config
-    # Nobody would judge the answer; an answer that was cut short is the last message by itself.
-    judged = agent.output_guardrails or config.output_guardrails
-    withheld = judged or recorder.cut or recorder.is_server_side
-    last = None if withheld else last_answer(recorder.run, trip)
-    if last is None:
-        return None
-    try:
-        sent = await _request(recorder, agent, history, data, session)
-    except Exception as error:
-        # Code of the user's: what makes the instructions, or filters what is sent.
-        recorder.run.guard.tree.report("last answer", error)
-        return None
-    name, provider = model_of(agent, config)
-    model = _model(agent, config)
-    schema = _seams.schema_of(agent)
-    tokens = Prompt().project(sent.input, system=sent.instructions, output_schema=agent.output_type)
-    call = ModelCall(model=name, provider=provider, input_tokens=tokens)
+        It has one where the SDK ended the run by itself and had all that its answer needs: neither
+        a judge nor the call whose result is the answer was refused. Or the user's handler gave it.
+        """
+        recorder = self._recorder
+        if recorder.is_handled:
+            return True
+        if recorder.run.trip is None or result.final_output is None:
+            return False
+        refused = [
+            one.opened.answer
+            for turn in recorder.turns[-1:]
+            for one in turn.asked
+            if one.partial is not None or one.opened.refusal is not None
+        ]
+        return result.final_output not in refused
 
-    async def say(opened: OpenModelCall) -> Answer:
-        own = plain_settings(agent, config)
-        settings = replace(own, tool_choice=None, parallel_tool_calls=None)
-        set_bound(settings, opened.max_output_tokens)
-        response = await model.get_response(
-            sent.instructions,
-            sent.input,
-            settings,
-            [],
-            schema,
-            [],
-            ModelTracing.DISABLED,
-            previous_response_id=None,
-            conversation_id=None,
-            prompt=None,
+    # The result of a run that was stopped
+
+    def _facts(self) -> agents.RunErrorDetails:
+        """Rebuild what a cancelled run takes with it from what its hooks saw."""
+        recorder, given = self._recorder, self._given
+        context = self._options.get("context")
+        return agents.RunErrorDetails(
+            input=_seams.input_of(given) if _seams.is_state(given) else given,
+            new_items=list(recorder.earlier),
+            raw_responses=[],
+            last_agent=recorder.agent,
+            context_wrapper=recorder.context or agents.RunContextWrapper(context=context),
+            input_guardrail_results=[],
+            output_guardrail_results=[],
         )
-        return Answer(text=parsed(_text(response.output)), usage=usage_of(response))
 
-    return await last.ask_async(call, say)
+    def _whole(self, data: Any) -> tuple[list[agents.RunItem], list[agents.RunItem], list[Any]]:
+        """Return the items of a run, those that are missing, and all its responses."""
+        recorder, responses = self._recorder, list(data.raw_responses)
+        items: list[agents.RunItem] = [
+            one
+            for one in data.new_items
+            if one.type != "tool_approval_item" and not recorder.is_withheld(one)
+        ]
+        closing = closing_items(recorder.turns, items, responses, recorder.resumed)
+        for turn in recorder.turns:
+            if not any(turn.response is response for response in responses):
+                responses.append(turn.response)
+        return items, closing, responses
+
+    async def _closed(self, trip: Trip, data: Any) -> Any:
+        """Give a stopped run its closed history and its last message; `data` is what is known."""
+        recorder, streamed = self._recorder, self._streamed
+        recorder.withhold()
+        kept, closing, responses = self._whole(data)
+        final: Any = None
+        if recorder.question is None:
+            final = await self._ended(trip, data, [*kept, *closing], closing, responses)
+        if streamed is not None:
+            streamed.raw_responses = responses
+            _seams.extend_streamed(streamed, kept, closing)
+            streamed.final_output = final
+            streamed.is_complete = True
+            recorder.closing = closing
+            return streamed
+        result = agents.RunResult(
+            input=data.input,
+            new_items=[*kept, *closing],
+            raw_responses=responses,
+            final_output=final,
+            input_guardrail_results=data.input_guardrail_results,
+            output_guardrail_results=data.output_guardrail_results,
+            # Older releases do not report these of a run that failed.
+            tool_input_guardrail_results=getattr(data, "tool_input_guardrail_results", []),
+            tool_output_guardrail_results=getattr(data, "tool_output_guardrail_results", []),
+            context_wrapper=data.context_wrapper,
+            _last_agent=data.last_agent,
+            max_turns=self._options.get("max_turns"),
+        )
+        kept_by = _seams.kept_by_server(self._given, self._options)
+        _seams.complete_result(result, kept_by, self._given, recorder.run_config)
+        return result
+
+    async def _ended(
+        self,
+        trip: Trip,
+        data: Any,
+        whole: list[agents.RunItem],
+        closing: list[agents.RunItem],
+        responses: Sequence[Any],
+    ) -> Any:
+        """Add the last message to a closed history, and return the final output."""
+        recorder, run = self._recorder, self._recorder.run
+        if recorder.cut and whole and isinstance(whole[-1], agents.MessageOutputItem):
+            # Behind an answer that was cut short there is no other message.
+            return None if _last.is_typed(recorder.agent) else _text_of(whole[-1])
+
+        async def history() -> list[Any]:
+            items = history_of(data.input, whole)
+            return [*await _sessions.before(self._options.get("session"), items), *items]
+
+        context = getattr(recorder.context or data.context_wrapper, "context", None)
+        answer, output = await _last.ask(recorder, trip, context, history)
+        text = answer or synthetic_text(run.guard)
+        if answer is None and run.above is not None and run.above.run is not None:
+            # A run around also gets what its sub-agent had said so far.
+            said = agents.ItemHelpers.text_message_outputs(whole[len(recorder.earlier) :])
+            text = f"{said}\n\n{text}" if said else text
+        metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
+        closing.append(synthetic_message(data.last_agent, text, metadata, responses))
+        return output if _last.is_typed(recorder.agent) else text
+
+    async def _store(self, result: Any, *, rebuilt: bool) -> None:
+        """Add to the user's session what the run was stopped before adding.
+
+        What was rebuilt of the model's answers holds what the filter of a handoff took away; it is
+        taken out where the session lacks it.
+        """
+        session = self._options.get("session")
+        if session is None:
+            return
+        new = [item.to_input_item() for item in result.new_items]
+        # It was in no session yet, though one may have ended with the same words before.
+        ends = any(isinstance(one, SyntheticMessage) for one in result.new_items[-1:])
+        said = [new.pop()] if ends else []
+        try:
+            stored = await _sessions.read(session)
+            for item in self._recorder.withheld():
+                # The SDK may have stored it before it asked its judges.
+                if _sessions.ends_with(stored, item):
+                    await _sessions.patiently(session.pop_item())
+                    stored.pop()
+            if _seams.is_state(self._given):
+                history = result.to_input_list()
+                compared = _sessions.compare(stored, history[: len(history) - len(said)])
+            else:
+                own = agents.ItemHelpers.input_to_new_input_list(self._given)
+                compared = _sessions.compare(stored, [*own, *new])
+                result.input = [*compared.before, *own]
+                if rebuilt:
+                    _seams.drop_items(result, {n - len(own) for n in compared.left_out})
+            await _sessions.patiently(session.add_items([*compared.missing, *said]))
+        except Exception as error:
+            self._recorder.run.guard.tree.report("session", error)
+
+    # The outcome
+
+    async def _finish(self, result: Any, trip: Trip | None) -> None:
+        recorder, session, run = self._recorder, self._recorder.session, self._recorder.run
+        waits = bool(result.interruptions)
+        if waits:
+            recorder.leave({part(item.raw_item, "call_id") for item in result.interruptions})
+        else:
+            recorder.close_batch()
+            if trip is not None:
+                session.stop(trip)
+        recorder.location.result = result
+        found = await run_awaited(
+            session.finish(
+                result.to_input_list(),
+                final=result.final_output,
+                waits=waits,
+                next_step=None if trip is None else "call the model",
+                resume=_ANSWER if waits else _RESUME,
+            )
+        )
+        session.attach(result)
+        above = run.above
+        if found.status == "terminated" and isinstance(above, RunFrame) and above.asked is not None:
+            # The tool call that it is the body of gets what it had brought.
+            final = result.final_output
+            above.asked.partial = _text_of(result.new_items[-1]) if final is None else str(final)
+        recorder.let_go()
+        if not waits and run.trip is not None and run.is_passed_on:
+            raise RunStopped(run.trip, found)
+
+    async def _fail(self, error: BaseException) -> None:
+        """End a run that an exception or a cancellation left; who has its result may read it."""
+        recorder = self._recorder
+        recorder.close_batch(error)
+        data = getattr(error, "run_data", None) or self._facts()
+        kept, closing, _ = self._whole(data)
+        messages = history_of(data.input, [*kept, *closing])
+        end = recorder.session.finish(messages, error=error, resume=_RESUME)
+        # Whoever cancels a run does not wait for its store.
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        _ = run_blocking(end) if is_cancelled else await run_awaited(end)
+        if self._streamed is not None:
+            recorder.session.attach(self._streamed)
+        recorder.let_go()
 
 
-async def _request(
-    recorder: Recorder, agent: Agent[Any], history: list[Any], data: Any, session: Any
-) -> ModelInputData:
-    items = history
-    if session is not None:
-        stored = await _history.read(session)
-        items = [*_history.compare(stored, items).before, *items]
-    context = recorder.context or data.context_wrapper
-    instructions = await agent.get_system_prompt(context)
-    sent = ModelInputData(input=items, instructions=instructions)
-    own = recorder.run_config.call_model_input_filter
-    if own is not None:
-        filtered: Any = own(CallModelData(sent, agent, getattr(context, "context", None)))
-        sent = await filtered if inspect.isawaitable(filtered) else filtered
-    asked: Any = [*sent.input, {"role": "user", "content": ANSWER_NOW}]
-    if not isinstance(_model(agent, recorder.run_config), OpenAIResponsesModel):
-        # Anthropic and Bedrock, through LiteLLM and its like, take no calls without their tools.
-        said = in_words(grouped(cast("Any", sent.input)), RESPONSES)
-        asked = [{"role": one["role"], "content": _words(one)} for (one,) in said]
-    return ModelInputData(input=asked, instructions=sent.instructions)
-
-
-def _words(message: dict[str, Any]) -> Any:
-    # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
-    content = message["content"]
-    return content_text(content) if message["role"] == "assistant" else content
-
-
-def _model(agent: Agent[Any], config: RunConfig) -> Model:
-    model = config.model or agent.model
-    return model if isinstance(model, Model) else config.model_provider.get_model(model)
-
-
-def _text(output: list[Any]) -> str:
-    said = (part(item, "content") for item in output if part(item, "type") == "message")
-    return "".join(part(piece, "text") or "" for content in said for piece in content or ())
+def _text_of(item: agents.RunItem) -> str:
+    return (
+        agents.ItemHelpers.text_message_output(item)
+        if isinstance(item, agents.MessageOutputItem)
+        else ""
+    )

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter
-from collections.abc import Awaitable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from agents import (
-    Agent,
-    CompactionItem,
-    Handoff,
-    HandoffCallItem,
-    HandoffOutputItem,
-    ItemHelpers,
-    MCPListToolsItem,
-    MessageOutputItem,
-    ModelResponse,
-    OpenAIChatCompletionsModel,
-    ReasoningItem,
-    RunItem,
-    ToolCallItem,
-    ToolCallOutputItem,
-    ToolSearchCallItem,
-    ToolSearchOutputItem,
-    TResponseInputItem,
-)
+import agents
 from openai.types.responses import (
     ResponseFunctionToolCall,
     ResponseOutputMessage,
     ResponseOutputText,
 )
 
-from budgetguard_core.kit import (
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
-    OpenToolCall,
-    ToolCall,
-    ToolKind,
-    part,
-    parts_of,
-)
+from budgetguard_core import kit
+from budgetguard_core.kit import Turn as Reply
 from budgetguard_openai_agents import _seams
 
 # How the SDK names the tools that are called without a name.
@@ -63,31 +36,31 @@ _HOSTED = {
 }
 # What a response holds beside calls and their results, as the SDK has it in a history.
 _REPORTED: dict[str, type[Any]] = {
-    "compaction": CompactionItem,
-    "mcp_list_tools": MCPListToolsItem,
-    "message": MessageOutputItem,
-    "program": ToolCallItem,
-    "reasoning": ReasoningItem,
-    "tool_search_call": ToolSearchCallItem,
-    "tool_search_output": ToolSearchOutputItem,
+    "compaction": agents.CompactionItem,
+    "mcp_list_tools": agents.MCPListToolsItem,
+    "message": agents.MessageOutputItem,
+    "program": agents.ToolCallItem,
+    "reasoning": agents.ReasoningItem,
+    "tool_search_call": agents.ToolSearchCallItem,
+    "tool_search_output": agents.ToolSearchOutputItem,
 }
 _ARGUMENTS = ("arguments", "input", "action", "operation")
-_PNG = "data:image/png;base64,"
 # The words "Not executed." and "Outcome unknown.", black on white.
-_NOT_EXECUTED = (
-    "iVBORw0KGgoAAAANSUhEUgAAAFYAAAAQAQAAAACkLLUrAAAAZ0lEQVR42mP8zwADf5kYEAAPewEDAwPDCwYFBqbPDlDR"
-    "BgaGj8nsP470KTn2yf9h+Og5/1OiyqR0lfl/mBgZGP4JPUhgeMDAwMLA8IU57+SCvxYMDEyMUias6V7LznplMTCS7gY4"
-    "AAC9xB2JC8/j4gAAAABJRU5ErkJggg=="
-)
-_OUTCOME_UNKNOWN = (
-    "iVBORw0KGgoAAAANSUhEUgAAAGgAAAAQAQAAAADSFgegAAAAb0lEQVR42mP8z4AEmBhI4C1gYGBg+O/AwMDAwPQTIsoI"
-    "IT+J/zXy5gk25BOP2b2BhcEh+Nv6Z8lmhwsP3mBgYmBgSBB5wMAgwPCGgYGJgeHLAgYLBoYPDAoMDAw/HhyzuNr+w1Nl"
-    "xmu1ekbyXYYEAOgQHWOk+U/zAAAAAElFTkSuQmCC"
-)
+_PICTURES = {
+    kit.NOT_EXECUTED: (
+        "iVBORw0KGgoAAAANSUhEUgAAAFYAAAAQAQAAAACkLLUrAAAAZ0lEQVR42mP8zwADf5kYEAAPewEDAwPDCwYFBqbPDlDR"
+        "BgaGj8nsP470KTn2yf9h+Og5/1OiyqR0lfl/mBgZGP4JPUhgeMDAwMLA8IU57+SCvxYMDEyMUias6V7LznplMTCS7gY4"
+        "iVBORw0KGgoAAAANSUhEUgAAAGgAAAAQAQAAAADSFgegAAAAb0lEQVR42mP8z4AEmBhI4C1gYGBg+O/AwMDAwPQTIsoI"
+    ),
+    kit.OUTCOME_UNKNOWN: (
+        "IT+J/zXy5gk25BOP2b2BhcEh+Nv6Z8lmhwsP3mBgYmBgSBB5wMAgwPCGgYGJgeHLAgYLBoYPDAoMDAw/HhyzuNr+w1Nl"
+        "xmu1ekbyXYYEAOgQHWOk+U/zAAAAAElFTkSuQmCC"
+    ),
+}
 
 
 @dataclass
-class SyntheticMessage(MessageOutputItem):
+class SyntheticMessage(agents.MessageOutputItem):
     """The last message of a run that was stopped. The model did not write it."""
 
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -95,12 +68,12 @@ class SyntheticMessage(MessageOutputItem):
     is_of_chat: bool = False
     """The model that was at work gives no ids."""
 
-    def to_input_item(self) -> TResponseInputItem:
+    def to_input_item(self) -> agents.TResponseInputItem:
         """Return the message in the short form, without an id; as the SDK has those of chats."""
         if self.is_of_chat:
             # For a chat completion the SDK (0.24) cannot read the short form once it was in JSON.
             return super().to_input_item()
-        return {"role": "assistant", "content": ItemHelpers.text_message_output(self)}
+        return {"role": "assistant", "content": agents.ItemHelpers.text_message_output(self)}
 
 
 @dataclass(slots=True, eq=False)
@@ -108,11 +81,8 @@ class Asked:
     """A tool call that the model asked for. It is told apart by the object in its response."""
 
     raw: Any
-    call: ToolCall
-    opened: OpenToolCall | None = None
-    """What the budget says of it, once it was asked."""
-    target: Agent[Any] | None = None
-    """The agent that a handoff led to."""
+    opened: kit.OpenToolCall
+    """Its record, whose tickets the budget gives once it is asked."""
     error: BaseException | None = None
     """What the tool raised, whatever the SDK made of that."""
     partial: str | None = None
@@ -123,43 +93,61 @@ class Asked:
     @property
     def type(self) -> str:
         """The kind of item."""
-        return str(part(self.raw, "type"))
+        return str(kit.part(self.raw, "type"))
+
+    @property
+    def call(self) -> kit.ToolCall:
+        """The call as the budget knows it."""
+        return self.opened.call
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if it was admitted and did not start."""
+        return self.opened.state == "waiting"
 
     @property
     def is_local(self) -> bool:
         """True if a tool on this side is called: no handoff, and not by the provider."""
         return self.call.kind == "function"
 
-    def shown(self) -> object:
-        """Return the result that the history shows."""
-        return NOT_EXECUTED if self.opened is None else self.opened.answer
-
 
 @dataclass(slots=True)
 class Turn:
     """One response of a model and the tool calls in it."""
 
-    agent: Agent[Any]
-    response: ModelResponse
+    agent: agents.Agent[Any]
+    response: agents.ModelResponse
     asked: list[Asked] = field(default_factory=list[Asked])
     is_withheld: bool = False
     """It is an answer that nobody has judged who had to: no part of it is shown."""
 
-    def has(self, item: RunItem) -> bool:
-        """Return whether an item of the SDK's is from this response."""
-        return any(item.raw_item is one for one in self.response.output)
+
+class Items(kit.Responses):
+    """The dialect of a run's history: input items, each a message by itself."""
+
+    def read(self, message: Any) -> Reply:
+        """Read an item."""
+        turn = super().read([message])
+        return replace(turn, parts=(message,)) if turn.is_empty else turn
+
+    def plain(self, messages: Sequence[Any]) -> list[Any]:
+        """Return them: they are plain data."""
+        return list(messages)
 
 
-def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
+ITEMS = Items()
+
+
+def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
-    listed = [(item, parts_of(item)) for item in items]
+    listed = [(item, kit.parts_of(item)) for item in items]
     answered: set[Any] = set()
     if len(listed) > 1:
         # A shell may be the provider's own.
         answered = {held("call_id") for _, held in listed if _is_output(held("type"))} - {None}
     for item, held in listed:
-        kind: ToolKind = "function"
+        kind: kit.ToolKind = "function"
         type_ = held("type")
         if type_ in LOCAL:
             name = LOCAL[type_] or held("name")
@@ -169,19 +157,18 @@ def asked_calls(agent: Agent[Any], items: Iterable[Any]) -> list[Asked]:
             if type_ == "function_call":
                 if agent.handoffs and name in handoff_names(agent):
                     kind = "handoff"
-                name = _seams.qualified_name(name, held("namespace"))
+                # As the SDK names it: with its namespace, unless that repeats the name.
+                space = held("namespace")
+                name = f"{space}.{name}" if space and space != name else name
         elif type_ in _HOSTED:
             name = _HOSTED[type_] or held("name")
             call_id, kind = held("id"), "hosted"
         else:
             continue
-        arguments = None
-        for name_of_arguments in _ARGUMENTS:
-            arguments = held(name_of_arguments)
-            if arguments is not None:
-                break
-        call = ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
-        found.append(Asked(item, call))
+        given = (held(name_of_arguments) for name_of_arguments in _ARGUMENTS)
+        arguments = next((one for one in given if one is not None), None)
+        call = kit.ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
+        found.append(Asked(item, kit.OpenToolCall(call)))
     return found
 
 
@@ -189,10 +176,10 @@ def _is_output(type_: object) -> bool:
     return str(type_).endswith("_output")
 
 
-def handoff_names(agent: Agent[Any]) -> set[str]:
+def handoff_names(agent: agents.Agent[Any]) -> set[str]:
     """Return the names under which an agent's handoffs look like tools to the model."""
     return {
-        one.tool_name if isinstance(one, Handoff) else Handoff.default_tool_name(one)
+        one.tool_name if isinstance(one, agents.Handoff) else agents.Handoff.default_tool_name(one)
         for one in agent.handoffs
     }
 
@@ -202,13 +189,14 @@ def picture_of(text: str) -> str:
 
     A picture is the only result that a provider takes for such a call.
     """
-    if " " not in text:
-        return text
-    return _OUTCOME_UNKNOWN if text == OUTCOME_UNKNOWN else _NOT_EXECUTED
+    return _PICTURES.get(text, _PICTURES[kit.NOT_EXECUTED]) if " " in text else text
 
 
 def synthetic_message(
-    agent: Agent[Any], text: str, metadata: dict[str, Any], responses: Sequence[ModelResponse]
+    agent: agents.Agent[Any],
+    text: str,
+    metadata: dict[str, Any],
+    responses: Sequence[agents.ModelResponse],
 ) -> SyntheticMessage:
     """Make the last message of a run that was stopped."""
     message = ResponseOutputMessage(
@@ -219,18 +207,18 @@ def synthetic_message(
         content=[ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])],
     )
     output = [item for response in responses for item in response.output]
-    is_of_chat = any(part(item, "id") == _seams.NO_ID for item in output) or (
-        not output and isinstance(agent.model, OpenAIChatCompletionsModel)
+    is_of_chat = any(kit.part(item, "id") == _seams.NO_ID for item in output) or (
+        not output and isinstance(agent.model, agents.OpenAIChatCompletionsModel)
     )
     return SyntheticMessage(agent=agent, raw_item=message, metadata=metadata, is_of_chat=is_of_chat)
 
 
 def closing_items(
     turns: Sequence[Turn],
-    items: Sequence[RunItem],
-    responses: Sequence[ModelResponse],
+    items: Sequence[agents.RunItem],
+    responses: Sequence[agents.ModelResponse],
     resumed: Sequence[Asked] = (),
-) -> list[RunItem]:
+) -> list[agents.RunItem]:
     """List what is missing behind the items of a run for its history to be whole.
 
     Args:
@@ -239,34 +227,28 @@ def closing_items(
         responses: The responses that the SDK kept.
         resumed: What became of calls that the earlier attempt had asked for.
     """
-    records = {id(one.raw): one for turn in turns for one in turn.asked}
-    records |= {id(one.raw): one for one in resumed}
+    whole = list(items)
+    of_turns = [one for turn in turns for one in turn.asked]
+    asked = {id(one.raw): one for one in [*of_turns, *resumed]}
     by_id = {one.call.id: one for one in resumed}
 
-    def results(opened: Iterable[RunItem]) -> Iterator[RunItem]:
-        for item in opened:
+    def close() -> None:
+        for item in _open(whole):
             # Of an earlier attempt, whatever was not heard of since never started.
-            one = records.get(id(item.raw_item)) or by_id.get(_call_id(item))
-            if one is None:
-                yield from result_items(item.agent, item.raw_item, NOT_EXECUTED)
-            else:
-                yield from _results(item.agent, one, one.shown())
+            one = asked.get(id(item.raw_item)) or by_id.get(_call_id(item))
+            whole.extend(_results(item.agent, item.raw_item, one))
 
-    opened = _open(items)
-    missing = list(results(one for one in opened if not any(turn.has(one) for turn in turns)))
     for turn in turns:
         kept = any(response is turn.response for response in responses)
-        if turn.is_withheld:
-            continue
         # One that was kept is whole, but for what a filter of the user's took away.
-        is_whole = kept and turn is not turns[-1]
-        made = [] if is_whole else _made(turn, items, kept=kept)
-        missing += made
-        missing += results([*(one for one in opened if turn.has(one)), *_open(made)])
-    return missing
+        if not (turn.is_withheld or (kept and turn is not turns[-1])):
+            close()
+            whole += _made(turn, items, kept=kept)
+    close()
+    return whole[len(items) :]
 
 
-def turn_items(turn: Turn) -> list[RunItem]:
+def turn_items(turn: Turn) -> list[agents.RunItem]:
     """List everything of a turn whose calls are about to start, with a result for each of them.
 
     Who reads it later finds a process that was killed: what might have started may have been done.
@@ -274,42 +256,35 @@ def turn_items(turn: Turn) -> list[RunItem]:
     made = _made(turn, (), kept=False)
     for one in turn.asked:
         if one.call.kind != "hosted":
-            waits = one.opened is not None and one.opened.state == "waiting"
-            made += _results(turn.agent, one, OUTCOME_UNKNOWN if waits else one.shown())
+            shown = kit.OUTCOME_UNKNOWN if one.is_waiting else one.opened.answer
+            made += _results(turn.agent, one.raw, one, shown)
     return made
 
 
-def _made(turn: Turn, items: Sequence[RunItem], *, kept: bool) -> list[RunItem]:
+def _made(turn: Turn, items: Sequence[agents.RunItem], *, kept: bool) -> list[agents.RunItem]:
     """Make the items of a turn that the SDK has not; of one that it kept, the calls alone."""
     by_raw = {id(one.raw): one for one in turn.asked}
     shown = {id(item.raw_item) for item in items}
-    made: list[RunItem] = []
+    made: list[agents.RunItem] = []
     for raw in turn.response.output:
-        one, type_ = by_raw.get(id(raw)), part(raw, "type")
+        one, type_ = by_raw.get(id(raw)), kit.part(raw, "type")
         is_hosted = one is None or one.call.kind == "hosted"
         if id(raw) in shown or (kept and is_hosted):
             continue
-        item: Any = _plain(raw) if type_ == "compaction" else raw
-        if one is not None and one.call.kind == "handoff":
-            made.append(HandoffCallItem(agent=turn.agent, raw_item=item))
-        elif one is not None:
-            made.append(ToolCallItem(agent=turn.agent, raw_item=item))
+        item: Any = raw.model_dump(exclude_unset=True) if type_ == "compaction" else raw
+        if one is not None:
+            made.append(agents.ToolCallItem(agent=turn.agent, raw_item=item))
         elif type_ in _REPORTED:
             made.append(_REPORTED[type_](agent=turn.agent, raw_item=item))
         elif _is_output(type_):
-            output = part(raw, "result" if type_ == "program_output" else "output")
-            made.append(ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
+            output = kit.part(raw, "result" if type_ == "program_output" else "output")
+            made.append(agents.ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
     return made
 
 
-def _plain(item: Any) -> Any:
-    dump = getattr(item, "model_dump", None)
-    return item if dump is None else dump(exclude_unset=True)
-
-
-def _open(items: Iterable[RunItem]) -> list[RunItem]:
+def _open(items: Iterable[agents.RunItem]) -> list[agents.RunItem]:
     """List the calls without a result; where ids repeat, it is that of the first."""
-    opened: list[RunItem] = []
+    opened: list[agents.RunItem] = []
     for item in items:
         call_id = _call_id(item)
         if item.type in ("tool_call_item", "handoff_call_item") and call_id is not None:
@@ -321,186 +296,39 @@ def _open(items: Iterable[RunItem]) -> list[RunItem]:
     return opened
 
 
-def _results(agent: Agent[Any], one: Asked, shown: object) -> list[RunItem]:
-    if one.target is None:
-        return result_items(agent, one.raw, shown)
-    raw = _function_output(one.raw, shown)
-    return [
-        HandoffOutputItem(agent=agent, raw_item=raw, source_agent=agent, target_agent=one.target)
-    ]
-
-
-def result_items(agent: Agent[Any], raw: Any, result: object) -> list[RunItem]:
+def _results(
+    agent: agents.Agent[Any], raw: Any, one: Asked | None, shown: object = None
+) -> list[agents.RunItem]:
     """Make the result of a tool call; none for a kind that this release does not know."""
-    type_, call_id = part(raw, "type"), part(raw, "call_id")
-    text = result if isinstance(result, str) else str(result)
-    output: Any
-    if type_ == "function_call":
-        output = _function_output(raw, result)
-    elif type_ == "custom_tool_call":
-        output = {"type": "custom_tool_call_output", "call_id": call_id, "output": text}
-    elif type_ == "computer_call":
-        screen = {"type": "computer_screenshot", "image_url": f"{_PNG}{picture_of(text)}"}
-        output = {"type": "computer_call_output", "call_id": call_id, "output": screen}
-    elif type_ == "local_shell_call":
-        output = {"type": "local_shell_call_output", "call_id": call_id, "output": text}
-    elif type_ == "apply_patch_call":
-        output = {
-            "type": "apply_patch_call_output",
-            "call_id": call_id,
-            "status": "failed",
-            "output": text,
-        }
-    elif type_ == "shell_call":
-        shown = {"stdout": "", "stderr": text, "outcome": {"type": "exit", "exit_code": 1}}
-        output = {"type": "shell_call_output", "call_id": call_id, "output": [shown]}
-    else:
+    result = shown or (kit.NOT_EXECUTED if one is None else one.opened.answer)
+    type_, text = kit.part(raw, "type"), str(result)
+    output: Any = {"type": f"{type_}_output", "call_id": kit.part(raw, "call_id"), "output": text}
+    if type_ not in LOCAL:
         return []
-    return [ToolCallOutputItem(agent=agent, raw_item=output, output=result)]
+    if type_ == "function_call":
+        if isinstance(raw, ResponseFunctionToolCall):
+            output = agents.ItemHelpers.tool_call_output_item(raw, result)
+    elif type_ == "computer_call":
+        image = f"data:image/png;base64,{picture_of(text)}"
+        output["output"] = {"type": "computer_screenshot", "image_url": image}
+    elif type_ == "apply_patch_call":
+        output["status"] = "failed"
+    elif type_ == "shell_call":
+        outcome = {"type": "exit", "exit_code": 1}
+        output["output"] = [{"stdout": "", "stderr": text, "outcome": outcome}]
+    return [agents.ToolCallOutputItem(agent=agent, raw_item=output, output=result)]
 
 
-def _function_output(raw: Any, result: object) -> Any:
-    if isinstance(raw, ResponseFunctionToolCall):
-        return ItemHelpers.tool_call_output_item(raw, result)
-    return {
-        "type": "function_call_output",
-        "call_id": part(raw, "call_id"),
-        "output": str(result),
-    }
+def _call_id(item: agents.RunItem) -> Any:
+    return kit.part(item.raw_item, "call_id")
 
 
-def _call_id(item: RunItem) -> Any:
-    return part(item.raw_item, "call_id")
-
-
-def history_of(given: Any, items: Sequence[RunItem]) -> list[Any]:
+def history_of(given: Any, items: Sequence[agents.RunItem]) -> list[Any]:
     """Return the history of a run: what it was given, and its items."""
-    return [
-        *ItemHelpers.input_to_new_input_list(given),
-        *(item.to_input_item() for item in items),
-    ]
+    own = agents.ItemHelpers.input_to_new_input_list(given)
+    return [*own, *(item.to_input_item() for item in items)]
 
 
-def transfer_text(agent: Agent[Any]) -> str:
+def transfer_text(agent: agents.Agent[Any]) -> str:
     """Return what the SDK answers to the call of a handoff."""
     return json.dumps({"assistant": agent.name})
-
-
-# Sessions
-
-
-_PATIENCE = 5.0
-"""Seconds that a session gets at the end of a run: one that hangs must not hold the result, and one
-that is slow must not lose it."""
-_ALL = 2**31 - 1
-"""Items: more than a session holds, and no more than a column for numbers takes."""
-_Key: TypeAlias = tuple[Any, ...]
-
-
-class Compared(NamedTuple):
-    """A session beside the history of a run."""
-
-    before: list[TResponseInputItem]
-    """What the session held before the run."""
-    missing: list[TResponseInputItem]
-    """What it does not hold of the run."""
-    left_out: frozenset[int]
-    """The places in the run's history of what a filter took away: it lacks that on purpose."""
-
-
-async def read(session: Any) -> list[TResponseInputItem]:
-    """Return everything that a session holds."""
-    # A limit of the session's own is for what a model is sent.
-    limit = part(part(session, "session_settings"), "limit")
-    return list(await _patiently(session.get_items(None if limit is None else _ALL)))
-
-
-async def add(session: Any, items: list[TResponseInputItem]) -> None:
-    """Add items to a session."""
-    await _patiently(session.add_items(items))
-
-
-async def drop_last(session: Any) -> None:
-    """Take the last item out of a session."""
-    await _patiently(session.pop_item())
-
-
-async def _patiently(work: Awaitable[Any]) -> Any:
-    """Wait for a session, but not for one that does not let itself be cancelled either."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=_PATIENCE)
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_look_at)
-    if not task.done():
-        raise TimeoutError(f"the session took longer than {_PATIENCE} seconds")
-    return task.result()
-
-
-def _look_at(task: asyncio.Future[Any]) -> None:
-    # Nobody waits for it any more.
-    if not task.cancelled():
-        task.exception()
-
-
-def ends_with(stored: Sequence[TResponseInputItem], item: TResponseInputItem) -> bool:
-    """Return whether a session ends with an item."""
-    return bool(stored) and _key(stored[-1]) == _key(item)
-
-
-def compare(
-    stored: Sequence[TResponseInputItem], history: Sequence[TResponseInputItem]
-) -> Compared:
-    """Find out how much of a run its session holds, and what it held before.
-
-    A session ends with what was stored of the run; parts of it may be missing.
-
-    Args:
-        stored: What the session holds.
-        history: What the run was given and has brought. May begin before the run does.
-    """
-    both = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
-    keys = [_key(item, both) for item in history]
-    left = Counter(keys)
-    place = len(stored)
-    # The SDK may have saved the results of a batch in an order of its own.
-    while place and left[key := _key(stored[place - 1], both)]:
-        left[key] -= 1
-        place -= 1
-        if key == keys[0] and not left[key]:
-            break  # what is before it was said in earlier turns, in the same words or not
-    there = Counter(keys) - left
-    held: list[bool] = []
-    for key in keys:
-        held.append(there[key] > 0)
-        there[key] -= 1
-    last = max((n for n, is_there in enumerate(held) if is_there), default=-1)
-    ids = [part(item, "call_id") for item in history]
-    asked = {one for n, one in enumerate(ids) if one is not None and (held[n] or n > last)}
-    # What is missing in between, and is no half of a call, was left out on purpose.
-    lacks = {n for n, is_there in enumerate(held) if not is_there}
-    left_out = frozenset(n for n in lacks if n < last and ids[n] not in asked)
-    missing = [history[n] for n in sorted(lacks - left_out)]
-    return Compared(list(stored[:place]), missing, left_out)
-
-
-def _key(item: object, ids: Set[Any] = frozenset()) -> _Key:
-    kind, call_id = part(item, "type") or "message", part(item, "call_id")
-    if call_id is not None:
-        return kind, call_id
-    if kind != "message":
-        # A session may give it an id of its own, as a conversation at OpenAI does.
-        own = part(item, "id")
-        return kind, own if own in ids else None, _text(part(item, "summary"))
-    return kind, part(item, "role"), _text(part(item, "content"))
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        parts = cast("list[object]", content)
-        return "".join(str(part(one, "text") or repr(one)) for one in parts)
-    return repr(content)

@@ -4,157 +4,93 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Set
 from typing import Any
 
-from agents import (
-    Agent,
-    InputGuardrailTripwireTriggered,
-    MaxTurnsExceeded,
-    ModelResponse,
-    OutputGuardrailTripwireTriggered,
-    RunConfig,
-    RunHooks,
-    RunItem,
-    Tool,
-    Usage,
-)
-from agents.run import ModelInputData
+import agents
 
-from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip
-from budgetguard_core.kit import (
-    ModelCall,
-    OpenModelCall,
-    Prompt,
-    Run,
-    Stop,
-    part,
-    supervised,
-    token_usage,
-)
-from budgetguard_openai_agents._calls import RunStopped, ToolCalls
-from budgetguard_openai_agents._history import Turn, asked_calls, transfer_text, turn_items
-from budgetguard_openai_agents._model import (
-    can_be_set,
-    ended_at_its_bound,
-    model_of,
-    schemas_of,
-    set_bound,
-    set_model,
-    usage_of,
-    written,
+from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip, kit
+from budgetguard_openai_agents import _seams
+from budgetguard_openai_agents._frame import RunStopped
+from budgetguard_openai_agents._history import (
+    ITEMS,
+    LOCAL,
+    Asked,
+    Turn,
+    asked_calls,
+    transfer_text,
+    turn_items,
 )
 from budgetguard_openai_agents._tools import original
+from budgetguard_openai_agents.questions import BudgetAsked
 
-# The least completion bound that the Responses API takes.
-_LEAST_OUTPUT = 16
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
-_NO_DATA: dict[str, Any] = {}
-_TRIPWIRES = (InputGuardrailTripwireTriggered, OutputGuardrailTripwireTriggered)
+_TRIPWIRES = (agents.InputGuardrailTripwireTriggered, agents.OutputGuardrailTripwireTriggered)
+# What the calls of tools look like that are called without a name, the likeliest first.
+_TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (agents.ShellTool, ("shell_call", "local_shell_call")),
+    (agents.LocalShellTool, ("local_shell_call", "shell_call")),
+    (agents.ApplyPatchTool, ("apply_patch_call",)),
+    (agents.ComputerTool, ("computer_call",)),
+)
 
 
-class Recorder(RunHooks[Any]):
+class Recorder(agents.RunHooks[Any]):
     """The hooks of one run: they ask its budget and remember what its history is closed with.
 
-    Args:
-        run: The run, as the budget knows it.
-        hooks: The user's hooks.
-        agent: The agent that the run starts with.
-        run_config: The user's own.
-        server_side: The provider keeps the conversation.
-
     Attributes:
-        calls: The run's tool calls.
         context: The SDK's context of the run, once it is known.
         turns: Every response of this run, with what became of its tool calls.
-        cut: The model's last answer was cut at the budget's own bound.
-        streamed: What a stream has brought of the answer that is being written.
-        run_config: The user's own.
-        is_server_side: The provider keeps the conversation.
+        batch: The tool calls of the reply at hand.
+        models: The models that the run has used, as it knows them.
+        copies: The copies of its function tools, each with the tool and what that held.
+        sent: The last model that was asked for, and its request.
+        due: The facts of a call that is about to be asked for.
+        refused: The exception by which the last call was refused.
+        earlier: The items of an earlier attempt of the run.
+        resumed: The calls that the earlier attempt had asked for, and left to this one.
+        stopping: Why the run ends, where it is no limit of the budget's.
         closing: What a stopped run's end has added to the items of its stream.
         is_handled: The user's handler gave the answer when the SDK's turns were used up.
+        question: What a person is asked, for whom the run waits.
     """
 
     def __init__(
         self,
-        run: Run,
-        hooks: RunHooks[Any] | None,
-        agent: Agent[Any],
-        run_config: RunConfig,
+        run: kit.Run,
+        hooks: agents.RunHooks[Any] | None,
+        agent: agents.Agent[Any],
+        run_config: agents.RunConfig,
         *,
         server_side: bool,
+        location: Any,
     ) -> None:
         self.run = run
-        self.hooks = hooks or RunHooks[Any]()
+        self.hooks = hooks or agents.RunHooks[Any]()
         self.agent = agent
-        self.calls = ToolCalls(run, self.hooks)
-        self.context: Any = None
-        self.turns: list[Turn] = []
-        self.cut = False
-        self.streamed: list[str] = []
-        self._incomplete: Any = None
         self.run_config = run_config
         self.is_server_side = server_side
-        self._prompt = Prompt(server_side=server_side)
-        self._call: OpenModelCall | None = None
-        self._no_retry: BaseException | None = None
-        self._retries = 0
-        self._sent: Sequence[Any] = ()
-        self.closing: list[RunItem] = []
+        self.location = location
+        self.session = kit.Session(run, ITEMS, location)
+        self.session.main.prompt = kit.Prompt(server_side=server_side)
+        self.context: Any = None
+        self.turns: list[Turn] = []
+        self.batch: list[Asked] = []
+        self.models: dict[tuple[Any, ...], Any] = {}
+        self.copies: dict[int, Any] = {}
+        self.sent: Any = None
+        self.due: tuple[Any, ...] | None = None
+        self.refused: BaseException | None = None
+        self.earlier: list[agents.RunItem] = []
+        self.resumed: list[Asked] = []
+        self.stopping: Trip | None = None
+        self.closing: list[agents.RunItem] = []
         self.is_handled = False
-        self._handler: Callable[[Any], Any] | None = None
+        self._saved: list[Any] = []
+        self.question: kit.LimitQuestion | None = None
 
     # A turn, in the order of its steps
-
-    async def admit(
-        self, agent: Agent[Any], sent: ModelInputData, own: int | None
-    ) -> ModelInputData:
-        """Ask for a model call that is about to be made, and wait for its turn; or stop the run.
-
-        Returns:
-            What is to be sent, or what is kept of it where the window is nearly full.
-        """
-        # A server that keeps the conversation is sent what is new alone.
-        if self.run.envelope.prune is not None and not self.is_server_side:
-            kept = self.run.pruned(sent.input, *model_of(agent, self.run_config))
-            if kept is not None:
-                self._prompt = Prompt()
-                sent = ModelInputData(input=kept, instructions=sent.instructions)
-        self.agent = agent
-        self.calls.close()
-        model, provider = model_of(agent, self.run_config)
-        call = ModelCall(
-            model=model,
-            provider=provider,
-            input_tokens=self._prompt.project(
-                sent.input,
-                system=sent.instructions,
-                tools=schemas_of(agent, self.calls.tools),
-                output_schema=agent.output_type,
-            ),
-            # Some servers take -1 for a completion without a bound.
-            max_output_tokens=own if own is None or own >= 1 else None,
-            min_output_tokens=_LEAST_OUTPUT,
-        )
-        may_fall_back = can_be_set(agent, self.run_config)
-        if self.calls.may_wait:
-            asked = await self.calls.answer(
-                lambda: self.run.model_call(call, may_fall_back=may_fall_back)
-            )
-        else:
-            asked = self.run.model_call(call, may_fall_back=may_fall_back)
-        opened = await self.run.wait_async(asked)
-        if isinstance(opened, Stop):
-            raise RunStopped(opened.trip)
-        self._retries, self._no_retry = 0, None
-        self._open(opened)
-        if self.calls.settings is not None:
-            # Streamed calls have theirs already.
-            set_bound(self.calls.settings, opened.max_output_tokens)
-            set_model(self.calls.settings, opened.fallback_model)
-        return sent
 
     async def on_agent_start(self, context: Any, agent: Any) -> None:
         """Note which agent is at work."""
@@ -164,46 +100,55 @@ class Recorder(RunHooks[Any]):
     async def on_llm_start(
         self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
     ) -> None:
-        """Give the model its message first, and save where the run is."""
-        self.context, call = context, self._call
-        try:
-            if self.run.is_saved:
-                self._sent = _in_known_objects(self._sent, input_items)
-                await asyncio.to_thread(self.run.save, self._sent)
-            if call is not None and call.nudge is not None:
-                # In place: the model gets it, the history and the session do not.
-                input_items.append({"role": "user", "content": call.nudge})
-            await self.hooks.on_llm_start(context, agent, system_prompt, input_items)
-        except BaseException:
-            if call is not None:
-                self._call = None
-                self.run.take_back(call)
-            raise
+        """Note a call that is about to be asked for; then the user's hooks hear of it."""
+        self.context, self.agent = context, agent
+        self.due = context, agent, system_prompt, input_items
+        if self.is_off:
+            await self.hooks.on_llm_start(*self.due)
 
-    async def on_llm_end(self, context: Any, agent: Any, response: ModelResponse) -> None:
-        """Settle the model call, and ask for the tool calls in its answer."""
+    async def on_llm_end(self, context: Any, agent: Any, response: agents.ModelResponse) -> None:
+        """Ask for the tool calls in an answer, all together, or stop the run."""
         self.context = context
         turn = Turn(agent, response, asked_calls(agent, response.output))
-        self._answered(turn)
         self.turns.append(turn)
         await self.hooks.on_llm_end(context, agent, response)
-        if turn.asked:
-            await self.calls.ask(turn.asked)
-            if self.run.is_saved:
-                there = [item.to_input_item() for item in turn_items(turn)]
-                self._sent = [*self._sent, *there]
-                await asyncio.to_thread(self.run.save, self._sent)
+        self.batch = turn.asked
+        if not turn.asked:
+            return
+        await kit.run_awaited(self._open(turn.asked))
+        trip = self.run.trip
+        if trip is not None and not any(one.is_local and one.is_waiting for one in turn.asked):
+            self.stopping = trip
+            raise RunStopped(trip)
+        if self.run.is_saved:
+            there = [item.to_input_item() for item in turn_items(turn)]
+            self._saved = [*self._saved, *there]
+            await asyncio.to_thread(self.run.save, self._saved)
 
-    async def on_tool_start(self, context: Any, agent: Any, tool: Tool) -> None:
-        """Note that a tool's body starts."""
+    async def on_tool_start(self, context: Any, agent: Any, tool: agents.Tool) -> None:
+        """Start a tool's body, unless something else is its result."""
         self.context = self.context or context
-        if await self.calls.start(context, tool):
-            await self.hooks.on_tool_start(context, agent, original(tool))
+        asked = self.find(context, tool, starts=True)
+        if asked is None:
+            # Its response was not of this run.
+            call = kit.ToolCall(
+                name=tool.name,
+                arguments=getattr(context, "tool_arguments", None),
+                id=getattr(context, "tool_call_id", None),
+            )
+            asked = Asked(getattr(context, "tool_call", None), kit.OpenToolCall(call))
+            await kit.run_awaited(self._open([asked]))
+            self.batch = [*self.batch, asked]
+            self.resumed.append(asked)
+        if asked.opened.state != "withdrawn":
+            await self.run.wait_async(asked.opened)
+            if self.run.start(asked.opened) is None:
+                await self.hooks.on_tool_start(context, agent, original(tool))
 
-    async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: Any) -> None:
+    async def on_tool_end(self, context: Any, agent: Any, tool: agents.Tool, result: Any) -> None:
         """Settle a tool call."""
-        asked = self.calls.running(context, tool)
-        if asked is not None and asked.opened is not None:
+        asked = self.find(context, tool)
+        if asked is not None:
             if asked.opened.refusal is not None:
                 return
             self.run.finished(asked.opened, result, error=asked.error)
@@ -211,7 +156,10 @@ class Recorder(RunHooks[Any]):
 
     async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
         """Settle the call that was a handoff."""
-        self.calls.handed_over(to_agent, transfer_text(to_agent))
+        for asked in self.batch:
+            if asked.call.kind == "handoff" and asked.is_waiting:
+                self.run.finished(asked.opened, transfer_text(to_agent))
+                break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
 
     async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
@@ -220,86 +168,26 @@ class Recorder(RunHooks[Any]):
 
     # Model calls
 
-    def output_bound(self, own: int | None) -> int | None:
-        """Return the completion tokens that the next call may ask for."""
-        bound = None if self._call is None else self._call.max_output_tokens
-        return own if bound is None else bound
+    def known(self, items: list[Any]) -> list[Any]:
+        """Return a history in the objects of the last one: a store is given what is new.
+
+        The SDK writes its items anew for each turn.
+        """
+        if self.run.is_saved:
+            pairs = zip(self._saved, items, strict=False)
+            same = [before if before == item else item for before, item in pairs]
+            self._saved = [*same, *items[len(same) :]]
+        return self._saved
 
     @property
-    def fallback_model(self) -> str | None:
-        """The model that the next call has to go to; None for its own."""
-        return None if self._call is None else self._call.fallback_model
-
-    async def admit_retry(self, error: BaseException | None) -> bool:
-        """Charge a failed attempt and ask whether the call may be tried again."""
-        call = self._call
-        if call is None:
-            return True
-        self._fail(error or "failed")
-        bound = call.max_output_tokens
-        retry = replace(call.call, retry=True, max_output_tokens=bound, output_is_fixed=True)
-        asked: OpenModelCall | Stop = await self.calls.answer(lambda: self.run.model_call(retry))
-        opened = await self.run.wait_async(asked)
-        if isinstance(opened, OpenModelCall):
-            # The request is the same.
-            opened.fallback_model = call.fallback_model
-        if isinstance(opened, Stop):
-            # The SDK raises the failure; it is the budget that made it the last one.
-            self._no_retry = error
-            return False
-        self._retries += 1
-        self._open(opened)
-        return True
-
-    def _open(self, call: OpenModelCall) -> None:
-        self._call = call
-        self.calls.turn_frame.call = call
-
-    def _answered(self, turn: Turn) -> None:
-        call, self._call = self._call, None
-        self.calls.settings = None
-        response, final = turn.response, not turn.asked
-        self.streamed.clear()
-        if call is None:
-            return
-        usage = usage_of(response)
-        text = written(response.output) if usage is None or usage.estimated or final else ""
-        self.run.answered(call, usage, text=text, speaker=turn.agent.name, final=final)
-        self._prompt.measured(usage)
-        if final and ended_at_its_bound(
-            response, call.max_output_tokens, turn.agent, self.run_config
-        ):
-            self.cut = self.run.cut_short(call) is not None
-        # Attempts that the SDK made by itself; their tokens are not reported.
-        for _ in range(response.usage.requests - 1 - self._retries):
-            attempt = self.run.model_call(ModelCall(model=call.call.model, retry=True))
-            if isinstance(attempt, Stop):
-                break
-            self.run.failed(attempt, "failed")
+    def cut(self) -> bool:
+        """True if the model's last answer was cut at the budget's own bound."""
+        turn = self.session.turn
+        return turn is not None and turn.trip is not None
 
     def _fail(self, error: BaseException | str) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            ended = self._incomplete
-            call.measured = token_usage(ended) or call.measured
-            self.run.failed(call, error, written="".join(self.streamed))
-            if ended is not None and ended.output and self.run.cut_short(call) is not None:
-                # The SDK takes such an end for an error, and drops the answer.
-                self.cut = True
-                answer = ModelResponse(output=ended.output, usage=Usage(), response_id=ended.id)
-                self.turns.append(Turn(self.agent, answer))
-        self.streamed.clear()
-
-    def see(self, event: Any) -> None:
-        """Take in an event of a stream: what has been written so far is paid for."""
-        # Not getattr: a model looks for a name that it lacks for about a microsecond.
-        data = getattr(getattr(event, "data", None), "__dict__", _NO_DATA)
-        delta = data.get("delta")
-        if isinstance(delta, str):
-            self.streamed.append(delta)
-        elif data.get("type") == "response.incomplete":
-            response = data.get("response")
-            self._incomplete = response if _is_bounded(response) else None
+        if self.session.turn is not None:
+            self.session.turn.failed(error)
 
     # The SDK's own limit
 
@@ -309,41 +197,127 @@ class Recorder(RunHooks[Any]):
         With one of ours, a run and a stream end alike where the user has none.
         """
         given: dict[str, Any] = own or {}
-        self._handler = given.get("max_turns")
-        return {**given, "max_turns": self._used_up}
 
-    async def _used_up(self, about: Any) -> Any:
-        handler, answer = self.take_handler(), None
-        if handler is not None:
-            answer = handler(about)
+        async def used_up(about: Any) -> Any:
+            handler = given.get("max_turns")
+            answer = None if handler is None else handler(about)
             if inspect.isawaitable(answer):
                 answer = await answer
-        if answer is None:
-            raise about.error
-        if self.run.is_enforced:
-            self.is_handled = True
-            self.calls.stopping = self.run.framework_limit(str(about.error))
-        return answer
+            if answer is None:
+                raise about.error
+            if self.run.is_enforced:
+                self.is_handled = True
+                self.stopping = self.run.framework_limit(str(about.error))
+            return answer
 
-    def take_handler(self) -> Callable[[Any], Any] | None:
-        """Return the user's handler of `max_turns`, which is asked once."""
-        handler, self._handler = self._handler, None
-        return handler
+        return {**given, "max_turns": used_up}
 
     # Tool calls
+
+    def _open(self, batch: list[Asked]) -> kit.Flow[None]:
+        # What the provider has run already takes its places before anything else starts.
+        listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
+        answers = yield from self.run.ask(lambda: self.run.batch(one.call for one in listed))
+        for asked, opened in zip(listed, answers, strict=True):
+            asked.opened = opened
+
+    def has_refused(self, call_id: str) -> bool:
+        """Return whether a limit has refused a call of the reply at hand."""
+        return any(one.call.id == call_id and one.opened.refusal for one in self.batch)
+
+    def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
+        """Find the call of a tool that starts, or is at work."""
+        raw, call_id = getattr(context, "tool_call", None), getattr(context, "tool_call_id", None)
+        if call_id is not None:
+            # Where a run goes on the SDK has made another object of the call.
+            same = [one for one in self.batch if one.raw is raw]
+            same = same or [one for one in self.batch if one.call.id == call_id]
+            return same[0] if same else None
+        # Shells, computers and patches come without a call, those of a kind one after the other.
+        types = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
+        local = [one for one in self.batch if one.is_local]
+        alike = ([one for one in local if one.type == type_] for type_ in types)
+        same = next((calls for calls in alike if calls), list[Asked]())
+        if not starts:
+            return next((one for one in reversed(same) if one.is_begun), None)
+        begun = next((one for one in same if not one.is_begun), None)
+        if begun is not None:
+            begun.is_begun = True
+        return begun
+
+    def go_on(self, state: Any, agent: agents.Agent[Any]) -> None:
+        """Take over the open calls of an earlier attempt, and ask for those approved, together."""
+        self.earlier = _seams.items_of(state)
+        tickets = {one.call.id: one for one in self.run.guard.open_tool_calls()}
+        fresh: list[Asked] = []
+
+        def takes_over(asked: Asked) -> bool:
+            ticket = tickets.pop(asked.call.id, None)
+            if ticket is not None:
+                asked.opened = kit.OpenToolCall(asked.call, [ticket])
+            return ticket is not None
+
+        for item in state.get_interruptions():
+            approved = _seams.approval_of(state, item)
+            if item.agent is not agent or approved is None:
+                continue
+            for asked in asked_calls(agent, [item.raw_item]):
+                is_open = takes_over(asked)
+                if approved:
+                    self.resumed.append(asked)
+                    fresh += [] if is_open else [asked]
+                    continue
+                self.run.withdrawn(asked.opened, waits=True)
+                self.session.calls.answered_without_body(asked.call, "rejected")
+        started = [one.raw_item for one in self.earlier if kit.part(one.raw_item, "type") in LOCAL]
+        for asked in asked_calls(agent, started):
+            # A run inside this one waited too: its tool is still at work.
+            if takes_over(asked):
+                self.run.start(asked.opened)
+                self.resumed.append(asked)
+        kit.run_blocking(self._open(fresh))
+        self.batch = self.resumed
+
+    def leave(self, waiting: Set[Any] = frozenset()) -> None:
+        """Take back the calls whose body did not start; what was started may have taken effect.
+
+        A call that waits for a person gives its place back: what a person refuses is no tool call.
+        Where the run was stopped meanwhile it could not have it again, and keeps it.
+        """
+        keeps = self.run.stopped_by is not None and self.run.guard.parent is None
+        for asked in self.batch:
+            waits = asked.call.id in waiting
+            if asked.call.kind != "hosted" and not (waits and keeps):
+                self.run.withdrawn(asked.opened, waits=waits)
+        self.batch = []
+
+    def close_batch(self, error: BaseException | None = None) -> None:
+        """Account for the calls of a batch that the SDK has finished with."""
+        for asked in self.batch:
+            if asked.opened.state == "started":
+                # Nobody was told how it ended.
+                cause = asked.error or error or "no result"
+                self.run.finished(asked.opened, kit.OUTCOME_UNKNOWN, error=cause)
+        # The SDK knew the id of any other and ran nothing, or was stopped before.
+        self.leave()
+
+    # The end
 
     def left_by(self, error: BaseException) -> Trip | None:
         """Return whether an exception left the run because of a limit, and of which."""
         self._fail(error)
-        if isinstance(error, MaxTurnsExceeded) and self.run.is_enforced:
+        if isinstance(error, BudgetAsked):
+            self.question = error.question
+            return error.trip
+        if isinstance(error, agents.MaxTurnsExceeded) and self.run.is_enforced:
             return self.run.framework_limit(str(error))
-        stopped = self.calls.stopping or self.run.stopped_by
+        stopped = self.stopping or self.run.stopped_by
         if stopped is None:
             return None
-        by_a_judge = self.calls.stopping is None and self.run.trip is None
+        by_a_judge = self.stopping is None and self.run.trip is None
         chain: BaseException | None = error
         while chain is not None:
-            if isinstance(chain, BudgetExceeded) or chain is self._no_retry:
+            if isinstance(chain, BudgetExceeded):
                 return stopped
             chain = chain.__cause__ or chain.__context__
         if isinstance(error, _TRIPWIRES) and not by_a_judge:
@@ -359,7 +333,7 @@ class Recorder(RunHooks[Any]):
         if turn is None or any(one.call.kind != "hosted" for one in turn.asked):
             return
         judges = [*turn.agent.output_guardrails, *(self.run_config.output_guardrails or ())]
-        if len(self.turns) == 1 and not self.calls.earlier:
+        if len(self.turns) == 1 and not self.earlier:
             judges += [*turn.agent.input_guardrails, *(self.run_config.input_guardrails or ())]
         turn.is_withheld = bool(judges)
 
@@ -372,38 +346,30 @@ class Recorder(RunHooks[Any]):
         local = any(one.is_local for turn in self.turns[-1:] for one in turn.asked)
         return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
 
-    def is_judged(self) -> bool:
-        """Return whether nothing of the last answer has to be kept back."""
-        self.withhold()
-        return not self.withheld()
-
     def withheld(self) -> list[Any]:
         """List what is kept back, as a history has it, the last item first."""
         outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
         return [item for items in outputs for item in reversed(items)]
 
-    def is_withheld(self, item: RunItem) -> bool:
+    def is_withheld(self, item: agents.RunItem) -> bool:
         """Return whether an item is a part of an answer that is kept back."""
-        return any(turn.is_withheld and turn.has(item) for turn in self.turns[-1:])
+        outputs = [turn.response.output for turn in self.turns[-1:] if turn.is_withheld]
+        return any(item.raw_item is one for output in outputs for one in output)
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
         work.add_done_callback(_seen)
-        if await self.calls.answer(self.run.check) is not None:
+        ask: Any = self.run.ask
+        if await kit.run_awaited(ask(self.run.check)) is not None:
             # Its first step is refused anyway, and the SDK keeps the user's words before it.
             await asyncio.wait({work}, timeout=_PATIENCE)
-        return await supervised(self.run, work)
+        return await kit.supervised(self.run, work)
 
-    def cut_off(self, error: BaseException | None = None) -> None:
-        """Account for a run that was cut: what was started may have taken effect."""
-        self._fail(error or "cancelled")
-        self.calls.cut_off()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Account for what a run has left open that ended by itself or by an exception."""
-        if error is not None:
-            self._fail(error)
-        self.calls.close(error)
+    def let_go(self) -> None:
+        """Keep nothing of a run that is over, so that it is freed without a garbage collection."""
+        self.models, self.sent, self.refused, self.location.result = {}, None, None, None
+        self.session = kit.Session(self.run, ITEMS)
+        self.turns, self.earlier, self.resumed, self._saved = [], [], [], []
 
     @property
     def is_off(self) -> bool:
@@ -415,17 +381,3 @@ def _seen(work: asyncio.Task[Any]) -> None:
     # Work that was cut may end with an exception that nobody waits for any more.
     if not work.cancelled():
         work.exception()
-
-
-def _in_known_objects(known: Sequence[Any], items: Sequence[Any]) -> list[Any]:
-    """Put what is known in place of equal items: a store is given what is new, by identity.
-
-    The SDK writes the items of a history anew for each turn.
-    """
-    same = [before if before == item else item for before, item in zip(known, items, strict=False)]
-    return [*same, *items[len(same) :]]
-
-
-def _is_bounded(response: Any) -> bool:
-    details = part(response, "incomplete_details")
-    return bool(part(details, "reason") == "max_output_tokens")

@@ -8,15 +8,7 @@ from collections.abc import AsyncIterator
 from functools import wraps
 from typing import Any, cast
 
-from agents import (
-    Agent,
-    ItemHelpers,
-    ModelSettings,
-    RunHooks,
-    RunResult,
-    RunResultStreaming,
-    RunState,
-)
+import agents
 from agents.agent import AgentBase
 from agents.run import (
     DEFAULT_MAX_TURNS,
@@ -31,70 +23,46 @@ from budgetguard_core import (
     Guard,
     Mode,
     Outcome,
-    Snapshot,
-)
-from budgetguard_core.kit import (
-    Envelope,
-    Run,
-    current_guard,
-    entered,
-    named,
-    outcome_of,
-    part,
-    remember,
+    kit,
 )
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
-from budgetguard_openai_agents._ending import ended
-from budgetguard_openai_agents._model import asking, bounded_config, config_of
+from budgetguard_openai_agents._ending import Ending
+from budgetguard_openai_agents._frame import RunFrame, around
+from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents._tools import begin_turn, copied, hide_gate
+from budgetguard_openai_agents._tools import copied, tools_of_a_turn
+from budgetguard_openai_agents.questions import ask, take
 
 _LOCK = threading.Lock()
 _TURNS = {"max_iterations", "max_model_calls"}
 
 
 class StreamEnding:
-    """Watches a streamed run and ends its stream normally.
-
-    Args:
-        recorder: The hooks of the run.
-        result: What the SDK returned; its task and its events are replaced.
-        given: The input of the run.
-        options: Its options.
-    """
+    """Watches a streamed run and ends its stream normally: its task and events are replaced."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        result: RunResultStreaming,
-        given: Any,
-        options: dict[str, Any],
+        self, recorder: Recorder, result: Any, given: Any, options: dict[str, Any]
     ) -> None:
         self._recorder = recorder
         self._result = result
-        self._given = given
-        self._options = options
-        self._work = cast("asyncio.Task[Any]", result.run_loop_task)
+        self._work: asyncio.Task[Any] = result.run_loop_task
         self._events = result.stream_events
-        _seams.tap_events(result, recorder.see)
-        result.run_loop_task = asyncio.create_task(self._run())
+        _seams.hold_end(result)
+        ending = Ending(recorder, given, options, result)
+        result.run_loop_task = asyncio.create_task(ending.of(self._work))
         result.run_loop_task.add_done_callback(self._is_over)
-        cast("Any", result).stream_events = self._stream
+        result.stream_events = self._stream
 
     def _is_over(self, task: asyncio.Task[Any]) -> None:
         # A task that is cancelled before its first step never comes to end anything.
         self._work.cancel()
         _seams.end_events(self._result)
         if task.cancelled() and not self._recorder.run.ended:
-            self._recorder.close(asyncio.CancelledError())
-            remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
-
-    async def _run(self) -> None:
-        await ended(self._recorder, self._work, self._given, self._options, self._result)
+            self._recorder.close_batch()
+            kit.remember(self._result, self._recorder.run.fail(asyncio.CancelledError()))
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
-        events = cast("Any", self._events())
+        events = self._events()
         left = True
         try:
             async for event in events:
@@ -104,18 +72,17 @@ class StreamEnding:
             # The consumer's side may hear of a failed guardrail before the run has ended, and in
             # 0.18 is the only one to hear of it.
             self._work.cancel()
-            shell = cast("asyncio.Task[Any]", self._result.run_loop_task)
+            shell: asyncio.Task[Any] = self._result.run_loop_task
             await asyncio.wait({shell})
             failure = None if shell.cancelled() else shell.exception()
             if failure is not None and isinstance(error, BudgetExceeded):
                 # A judge was stopped beside it.
                 raise failure from None
             if failure is not None or shell.cancelled() or self._recorder.left_by(error) is None:
-                known = outcome_of(self._result, messages=self._result.to_input_list())
-                if known is not None and outcome_of(error) is None:
+                known = kit.outcome_of(self._result, messages=self._result.to_input_list())
+                if known is not None and kit.outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
-                    remember(error, known)
-                hide_gate(getattr(error, "run_data", None))
+                    kit.remember(error, known)
                 raise
             left = False
         finally:
@@ -130,56 +97,39 @@ class StreamEnding:
                 yield RunItemStreamEvent(name="tool_output", item=item)
 
 
-class BoundedHooks(RunHooks[Any]):
-    """Hooks with a budget.
-
-    Attributes:
-        envelope: The budget and its options.
-        resume: Where an earlier run stopped, to go on from there.
-        keeps_max_turns: `max_turns` was given by the user, whatever it is.
-    """
-
-    envelope: Envelope
-    resume: Snapshot | Outcome | str | None = None
-    keeps_max_turns: bool = False
-
-    def called(self) -> RunHooks[Any] | None:
-        """Return the hooks that a run with this budget calls: these, if they have code to run."""
-        return self
-
-
 class BudgetRunner(AgentRunner):
     """Wraps the runner there was before; only passes on where no budget is active."""
 
     def __init__(self, previous: AgentRunner) -> None:
         self.previous = previous
 
-    async def run(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
+    async def run(self, starting_agent: Any, input: Any, **options: Any) -> agents.RunResult:  # noqa: A002
         """Run, and turn a stop into a result."""
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return await self.previous.run(starting_agent, input, **options)
-        with entered(recorder.calls.turn_frame):
+        with kit.entered(RunFrame(recorder)):
             work = asyncio.create_task(self.previous.run(starting_agent, input, **options))
-        return cast("RunResult", await ended(recorder, work, input, options))
+        result: agents.RunResult = await Ending(recorder, input, options).of(work)
+        return result
 
-    def run_sync(self, starting_agent: Agent[Any], input: Any, **options: Any) -> RunResult:  # noqa: A002
+    def run_sync(self, starting_agent: Any, input: Any, **options: Any) -> agents.RunResult:  # noqa: A002
         """Run in an event loop of its own."""
-        if isinstance(options.get("hooks"), BoundedHooks) or current_guard() is not None:
+        if _has_budget(options.get("hooks")) or kit.current_guard() is not None:
             return super().run_sync(starting_agent, input, **options)
         return self.previous.run_sync(starting_agent, input, **options)
 
     def run_streamed(
         self,
-        starting_agent: Agent[Any],
+        starting_agent: agents.Agent[Any],
         input: Any,  # noqa: A002
         **options: Any,
-    ) -> RunResultStreaming:
+    ) -> agents.RunResultStreaming:
         """Run in the background, and turn a stop into the end of the stream."""
         recorder, input = _bind(starting_agent, input, options)  # noqa: A001
         if recorder is None:
             return self.previous.run_streamed(starting_agent, input, **options)
-        with entered(recorder.calls.turn_frame):
+        with kit.entered(RunFrame(recorder)):
             try:
                 result = self.previous.run_streamed(starting_agent, input, **options)
             except BaseException as error:
@@ -196,140 +146,140 @@ def install() -> None:
         AdapterError: The installed release of the SDK lacks what the adapter needs.
     """
     with _LOCK:
-        current = get_default_agent_runner()
-        if not isinstance(current, BudgetRunner):
+        runner = get_default_agent_runner()
+        if not isinstance(runner, BudgetRunner):
             _seams.probe()
-            set_default_agent_runner(BudgetRunner(current))
-        for owner, name, wrap in _ASKING:
+            set_default_agent_runner(BudgetRunner(runner))
+        for owner, name, wrap in _WRAPPED:
             method = getattr(owner, name)
-            if not _is_asking(method):
-                _MADE[name] = wrap(method)
-                setattr(owner, name, _MADE[name])
+            if not hasattr(method, _MARK):
+                made = wrap(method)
+                setattr(made, _MARK, True)
+                setattr(owner, name, made)
 
 
 def uninstall() -> None:
-    """Put the runner back that there was before. Runs at work end under their budgets."""
+    """Put the runner back that there was before. Runs at work end under their budgets.
+
+    What else the import has wrapped stays: outside of runs with a budget it only passes on.
+    """
     with _LOCK:
-        current = get_default_agent_runner()
-        if isinstance(current, BudgetRunner):
-            set_default_agent_runner(current.previous)
-        for owner, name, _ in _ASKING:
-            method = getattr(owner, name)
-            # What somebody else has put around ours stays; without a run ours only passes on.
-            if method is _MADE.get(name, _asking):
-                setattr(owner, name, method.__wrapped__)
-
-
-def is_installed() -> bool:
-    """Return whether runs with a budget are bounded."""
-    return isinstance(get_default_agent_runner(), BudgetRunner)
+        runner = get_default_agent_runner()
+        if isinstance(runner, BudgetRunner):
+            set_default_agent_runner(runner.previous)
 
 
 def _asking(listed: Any) -> Any:
     @wraps(listed)
     async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
-        tools = await listed(self, run_context)
-        calls = around()
-        return tools if calls is None or calls.run.ended else begin_turn(calls, tools)
+        tools, recorder = await listed(self, run_context), around()
+        bounds = recorder is not None and not recorder.run.ended
+        return tools_of_a_turn(recorder, tools) if bounds else tools
 
     return get_all_tools
 
 
-_ASKING = ((AgentBase, "get_all_tools", _asking), (ModelSettings, "resolve", asking))
-_MADE: dict[str, Any] = {}
+def _bounded(found: Any) -> Any:
+    @wraps(found)
+    def get_model(agent: agents.Agent[Any], run_config: agents.RunConfig) -> Any:
+        return bounded(found(agent, run_config), agent, run_config)
+
+    return get_model
 
 
-def _is_asking(method: Any) -> bool:
-    while method is not None:
-        if method in _MADE.values():
-            return True
-        method = getattr(method, "__wrapped__", None)
-    return False
+# The mark of a wrapper, which is also on what others have put around it.
+_MARK = "_of_budgetguard"
+_WRAPPED = ((AgentBase, "get_all_tools", _asking), (_seams.LOOP, "get_model", _bounded))
 
 
-def _bind(agent: Agent[Any], given: Any, options: dict[str, Any]) -> tuple[Recorder | None, Any]:
+def _bind(
+    agent: agents.Agent[Any], given: Any, options: dict[str, Any]
+) -> tuple[Recorder | None, Any]:
     """Open the run, and put its hooks into its options; None when nothing bounds it.
 
     Returns:
         The hooks, and what the run is given: with `resume`, all that came before as well.
     """
-    hooks = options.get("hooks")
-    guard = current_guard()
-    if guard is None and not isinstance(hooks, BoundedHooks):
+    hooks: Any = options.get("hooks")
+    guard, has_own = kit.current_guard(), _has_budget(hooks)
+    if guard is None and not has_own:
         return None, given
     kept = _seams.kept_by_server(given, options)
-    if kept and isinstance(given, RunState) and _seams.is_unanswered(given):
+    if kept and _seams.is_unanswered(given):
         # The SDK takes it that its server has what such a run was given.
         options |= kept
         if options.get("context") is None:
             options["context"] = _seams.context_of(given)
         given = _seams.input_of(given)
-    if isinstance(hooks, BoundedHooks):
-        run, given = _opened(hooks, given, options)
+    location = _seams.InState(given)
+    if has_own:
+        run, given = _opened(hooks, location, given, options)
     else:
-        run = Envelope(budget=guard).open()
-    goes_on = isinstance(given, RunState)
+        run = kit.Envelope(budget=guard).open()
+    goes_on = _seams.is_state(given)
     if goes_on:
         agent = _seams.agent_of(given, agent)
+        take(given, agent, run)
+    config: Any = options.get("run_config")
     recorder = Recorder(
         run,
-        hooks.called() if isinstance(hooks, BoundedHooks) else hooks,
+        hooks.called() if has_own else hooks,
         agent,
-        config_of(options.get("run_config")),
+        cast("Any", agents.RunConfig)(**config)
+        if isinstance(config, dict)
+        else config or agents.RunConfig(),
         server_side=bool(kept),
+        location=location,
     )
-    if not recorder.is_off:
-        options["run_config"] = bounded_config(options.get("run_config"), recorder)
-        recorder.calls.bounds = recorder
     options["hooks"] = recorder
     options["error_handlers"] = recorder.handlers(options.get("error_handlers"))
+    max_turns = options.get("max_turns", DEFAULT_MAX_TURNS)
     if goes_on:
         _seams.replace_pending_tools(given, copied)
-        recorder.calls.go_on(given, agent)
-    elif (
-        options.get("max_turns", DEFAULT_MAX_TURNS) == DEFAULT_MAX_TURNS
-        and not getattr(hooks, "keeps_max_turns", False)
-        and _has_cap(run, isinstance(hooks, BoundedHooks))
-    ):
+        recorder.go_on(given, agent)
+    elif not getattr(hooks, "keeps_max_turns", False) and max_turns == DEFAULT_MAX_TURNS:
         # The SDK's default is no decision of the user's.
-        options["max_turns"] = None
+        options["max_turns"] = None if _has_cap(run, has_own=has_own) else max_turns
     run.guard.start()
-    return recorder, cast("Any", given)
+    return recorder, given
 
 
-def _opened(hooks: BoundedHooks, given: Any, options: dict[str, Any]) -> tuple[Run, Any]:
+def _has_budget(hooks: Any) -> bool:
+    return isinstance(getattr(hooks, "envelope", None), kit.Envelope)
+
+
+def _opened(
+    hooks: Any, location: _seams.InState, given: Any, options: dict[str, Any]
+) -> tuple[kit.Run, Any]:
+    """Open a run, which goes on from what a state or `resume` has left; return its input too."""
     envelope, resume = hooks.envelope, hooks.resume
-    goes_on = isinstance(given, RunState)
-    kept = _seams.kept(given) if goes_on else None
-    earlier: Snapshot | None = None
-    attempt: int | None = None
-    fresh = False
-    if kept is not None:
-        earlier = Snapshot.model_validate_json(kept)
-    elif resume is not None:
-        earlier, attempt = named(resume, envelope.store)
-        # A run that was stopped goes on under a fresh budget, one that was left where it is.
-        stopped = isinstance(resume, Outcome) and resume.status == "terminated"
-        fresh = stopped or earlier.trip is not None
-        is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
-        if isinstance(resume, str) and not is_elsewhere:
-            given = [*earlier.messages, *ItemHelpers.input_to_new_input_list(cast("Any", given))]
+    goes_on = _seams.is_state(given)
     context = options.get("context")
-    run = envelope.open(
-        user_spoke=not goes_on and _is_user_turn(given),
-        resume=earlier,
-        fresh=fresh,
-        config=_seams.context_of(given) if goes_on and context is None else context,
-        given=None if goes_on else given,
-        thread=getattr(options.get("session"), "session_id", None)
-        or options.get("conversation_id"),
-    )
-    if earlier is not None:
-        run.go_on_as(attempt, earlier.run_id)
-    return run, cast("Any", given)
+    session_id = getattr(options.get("session"), "session_id", None)
+    facts: dict[str, Any] = {
+        "user_spoke": not goes_on and _is_user_turn(given),
+        "config": _seams.context_of(given) if goes_on and context is None else context,
+        "given": None if goes_on else given,
+        "thread": session_id or options.get("conversation_id"),
+        "asks": ask,
+    }
+    if resume is None or location.get() is not None:
+        return kit.run_blocking(kit.opened(envelope, location, **facts))[0], given
+    earlier, attempt = kit.named(resume, envelope.store)
+    # A run that was stopped goes on under a fresh budget, one that was left where it is.
+    stopped = isinstance(resume, Outcome) and resume.status == "terminated"
+    is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
+    if isinstance(resume, str) and not is_elsewhere:
+        given = facts["given"] = [
+            *earlier.messages,
+            *agents.ItemHelpers.input_to_new_input_list(given),
+        ]
+    run = envelope.open(resume=earlier, fresh=stopped or earlier.trip is not None, **facts)
+    run.go_on_as(attempt, earlier.run_id)
+    return run, given
 
 
-def _has_cap(run: Run, has_own: bool) -> bool:
+def _has_cap(run: kit.Run, *, has_own: bool) -> bool:
     """Return whether a cap takes the place of the SDK's turns.
 
     In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
@@ -345,4 +295,4 @@ def _is_user_turn(given: Any) -> bool:
     if isinstance(given, str):
         return True
     last = cast("list[Any]", given)[-1:]
-    return bool(last) and part(last[0], "role") == "user"
+    return bool(last) and kit.part(last[0], "role") == "user"

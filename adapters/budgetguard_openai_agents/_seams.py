@@ -4,69 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import agents
 import agents.result
 import agents.run
 import agents.tool
-from agents import (
-    Agent,
-    AgentOutputSchemaBase,
-    ApplyPatchTool,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    InputGuardrailTripwireTriggered,
-    LocalShellTool,
-    MaxTurnsExceeded,
-    ModelSettings,
-    RunConfig,
-    RunContextWrapper,
-    RunItem,
-    RunResult,
-    RunResultStreaming,
-    RunState,
-    ShellTool,
-    Tool,
-)
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.models.fake_id import FAKE_RESPONSES_ID
+from agents.run_internal import run_loop, run_steps
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
 from budgetguard_core.kit import part
 
+LOOP = run_loop
+"""The module whose `get_model` finds the model of each turn."""
 NO_ID = FAKE_RESPONSES_ID
 """The id of a message that no provider has given one: the SDK sends it to none."""
 _SUPPORTED = "openai-agents>=0.22.3,<1"
 
-# From 0.24 on the runner closes the model provider that it made for a run without a
-# configuration; it still knows one of a mapping as its own.
-TAKES_MAPPING = hasattr(agents.run, "_normalize_run_config_for_runner")
-
 _SENTINEL: Any = getattr(agents.result, "QueueCompleteSentinel", None)
 
 NEEDED: dict[Any, str] = {
+    run_loop: "get_model",
+    run_steps: "NextStepRunAgain",
     agents.run: "DEFAULT_MAX_TURNS get_default_agent_runner set_default_agent_runner",
     agents.result: "QueueCompleteSentinel",
     agents.tool: "_get_computer_initializer",
     AgentBase: "get_all_tools",
-    FunctionTool: "_is_agent_tool tool_input_guardrails",
-    ModelSettings: "resolve",
-    RunContextWrapper: "get_approval_status",
-    RunResult: (
+    agents.FunctionTool: "_is_agent_tool tool_input_guardrails",
+    agents.RunContextWrapper: "get_approval_status",
+    agents.RunResult: (
         "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
         "_last_agent _model_input_items _original_input _previous_response_id "
         "_reasoning_item_id_policy _tool_use_tracker_snapshot"
     ),
-    RunResultStreaming: (
+    agents.RunResultStreaming: (
         "_cancel_mode _create_error_details _event_queue _input_guardrails_task "
         "_model_input_items _state _tool_use_tracker_snapshot run_loop_task"
     ),
-    RunState: (
+    agents.RunState: (
         "_auto_previous_response_id _context _conversation_id _current_agent _current_step "
         "_generated_items _last_processed_response _model_responses _original_input "
         "_previous_response_id _reasoning_item_id_policy _session_items "
@@ -74,14 +56,6 @@ NEEDED: dict[Any, str] = {
     ),
 }
 """What a release has to have, by its owner."""
-_LOCAL_TOOLS = (
-    ApplyPatchTool,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    LocalShellTool,
-    ShellTool,
-)
 _KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 
@@ -96,12 +70,8 @@ def probe() -> None:
     for owner, names in NEEDED.items():
         known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
         missing += [f"{owner.__name__}.{name}" for name in names.split() if name not in known]
-    try:
-        _again()
-        _error_handlers()
-    except (ImportError, AttributeError) as error:
-        missing.append(str(error))
-    if not hasattr(_made_by_the_sdk().on_invoke_tool, _INVOKER):
+    probe = agents.function_tool(lambda: "", name_override="probe")
+    if not hasattr(probe.on_invoke_tool, _INVOKER):
         missing.append(f"FunctionTool.on_invoke_tool.{_INVOKER}")
     if missing:
         raise AdapterError(
@@ -110,113 +80,44 @@ def probe() -> None:
         )
 
 
-def _made_by_the_sdk() -> FunctionTool:
-    from agents import function_tool
-
-    def probe() -> str:
-        return ""
-
-    return function_tool(probe)
-
-
-def _again() -> Any:
-    from agents.run_internal.run_steps import NextStepRunAgain
-
-    return NextStepRunAgain()
-
-
-def _error_handlers() -> Any:
-    from agents.run_internal import error_handlers
-
-    names = "build_run_error_data", "format_final_output_text", "get_output_schema"
-    for name in (*names, "resolve_run_error_handler_result", "validate_handler_final_output"):
-        getattr(error_handlers, name)
-    return error_handlers
-
-
-# Outputs of a type
-
-
-def schema_of(agent: Agent[Any]) -> AgentOutputSchemaBase | None:
-    """Return the schema of an agent's output; None where it is a text."""
-    schema: AgentOutputSchemaBase | None = _error_handlers().get_output_schema(agent)
-    return schema
-
-
-async def handled(
-    handler: Callable[[Any], Any],
-    error: MaxTurnsExceeded,
-    context: Any,
-    agent: Agent[Any],
-    facts: dict[str, Any],
-) -> tuple[str | None, Any]:
-    """Ask the user's handler of `max_turns` as the SDK does.
-
-    Returns:
-        The text for the history, and the output; None where the handler has none.
-
-    Raises:
-        UserError: What the handler gave is no output of the agent's type.
-    """
-    sdk = _error_handlers()
-    made = await sdk.resolve_run_error_handler_result(
-        error_handlers={"max_turns": handler},
-        error_kind="max_turns",
-        error=error,
-        context_wrapper=context,
-        run_data=sdk.build_run_error_data(last_agent=agent, **facts),
-    )
-    if made is None:
-        return None, None
-    final = sdk.validate_handler_final_output(agent, made.final_output)
-    text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
-    return text, final
-
-
 # Tools
 
 
-def is_agent_tool(tool: FunctionTool) -> bool:
+def is_agent_tool(tool: agents.FunctionTool) -> bool:
     """Return whether a tool is an agent (`as_tool`)."""
     return bool(cast("Any", tool)._is_agent_tool)
 
 
-def makes_computers(tool: ComputerTool[Any]) -> bool:
+def makes_computers(tool: agents.ComputerTool[Any]) -> bool:
     """Return whether a tool makes a computer for each run."""
     return cast("Any", agents.tool)._get_computer_initializer(tool) is not None
 
 
-def qualified_name(name: str, namespace: str | None) -> str:
-    """Name a tool as the SDK does: with its namespace, unless that repeats the name."""
-    return f"{namespace}.{name}" if namespace and namespace != name else name
-
-
 def with_invoker(
-    tool: FunctionTool,
+    tool: agents.FunctionTool,
     wrap: Callable[[Callable[[Any, str], Awaitable[Any]]], Callable[[Any, str], Awaitable[Any]]],
-) -> FunctionTool:
-    """Copy a tool whose body is wrapped below what turns its exceptions into texts."""
+) -> agents.FunctionTool:
+    """Copy a tool whose body is wrapped, below what turns its exceptions into texts if there is."""
     copied = copy.copy(tool)
-    invoker = copied.on_invoke_tool
+    invoker = copy.copy(copied.on_invoke_tool)
     body = getattr(invoker, _INVOKER, None)
     if body is None:
-        # Made by hand: what it raises ends the run by itself, and what it swallows is its own.
-        return copied
-    invoker = copy.copy(invoker)
-    setattr(invoker, _INVOKER, wrap(body))
-    copied.on_invoke_tool = invoker
+        copied.on_invoke_tool = wrap(invoker)
+    else:
+        setattr(invoker, _INVOKER, wrap(body))
+        copied.on_invoke_tool = invoker
     return copied
 
 
-def replace_pending_tools(state: Any, replaced: Callable[[Tool], Tool]) -> None:
+def replace_pending_tools(state: Any, replaced: Callable[[agents.Tool], agents.Tool]) -> None:
     """Replace the tools of the calls that a state goes on with."""
     processed = state._last_processed_response
     held: dict[str, Any] = {} if processed is None else dict(processed.__dict__)
     for calls in held.values():
         for call in cast("list[Any]", calls if isinstance(calls, list) else []):
             for name, value in list(getattr(call, "__dict__", {}).items()):
-                if isinstance(value, _LOCAL_TOOLS):
-                    setattr(call, name, replaced(cast("Tool", value)))
+                if name.endswith("_tool"):
+                    setattr(call, name, replaced(value))
 
 
 # Streamed results
@@ -237,22 +138,19 @@ def take_failed_guardrail(streamed: Any) -> BaseException | None:
     return error
 
 
-def tap_events(streamed: Any, see: Callable[[Any], None]) -> None:
-    """Show each event of a streamed run when it comes, whether or not somebody consumes it.
+def hold_end(streamed: Any) -> None:
+    """Hold the end of a streamed run's events back until `end_events`.
 
-    Their end is held back until `end_events`: behind it the consumer waits for guardrails that may
-    never end.
+    Behind it the consumer waits for guardrails that may never end.
     """
     queue = streamed._event_queue
     put: Callable[[Any], None] = queue.put_nowait
 
-    def seen(event: Any) -> None:
-        if isinstance(event, _SENTINEL) and not is_cancelled(streamed):
-            return
-        see(event)
-        put(event)
+    def held(event: Any) -> None:
+        if not isinstance(event, _SENTINEL) or is_cancelled(streamed):
+            put(event)
 
-    queue.put_nowait = seen
+    queue.put_nowait = held
 
 
 def raise_tripwire(streamed: Any) -> None:
@@ -263,7 +161,7 @@ def raise_tripwire(streamed: Any) -> None:
     """
     for result in streamed.input_guardrail_results:
         if result.output.tripwire_triggered:
-            error = InputGuardrailTripwireTriggered(result)
+            error = agents.InputGuardrailTripwireTriggered(result)
             error.run_data = streamed._create_error_details()
             raise error
 
@@ -277,7 +175,7 @@ def end_events(streamed: Any) -> None:
     cast("Any", asyncio.Queue).put_nowait(streamed._event_queue, _SENTINEL())
 
 
-def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunItem]) -> None:
+def extend_streamed(streamed: Any, kept: Sequence[Any], new: Sequence[Any]) -> None:
     """Set the items of a streamed result as the SDK does after a turn, so that `to_state` works."""
     dropped = {id(item) for item in streamed.new_items} - {id(item) for item in kept}
     before = [item for item in streamed._model_input_items if id(item) not in dropped]
@@ -287,20 +185,22 @@ def extend_streamed(streamed: Any, kept: Sequence[RunItem], new: Sequence[RunIte
     known = Counter(call for _, call in items)
     streamed._model_input_items = [item for item, call in items if call is None or known[call] > 1]
     if streamed._state is not None:
-        streamed._state._current_step = _again()
+        streamed._state._current_step = run_steps.NextStepRunAgain()
 
 
 # Results and states
 
 
-def complete_result(result: Any, kept: dict[str, Any], given: Any, config: RunConfig) -> None:
+def complete_result(
+    result: Any, kept: dict[str, Any], given: Any, config: agents.RunConfig
+) -> None:
     """Set what `to_state` goes on from, as the SDK does on the results that it builds."""
     policy = config.reasoning_item_id_policy
     result._reasoning_item_id_policy = policy or getattr(given, "_reasoning_item_id_policy", None)
     result._model_input_items = list(result.new_items)
     result._current_turn = len(result.raw_responses)
     result._original_input = copy.copy(result.input)
-    result._current_step_for_state = _again()
+    result._current_step_for_state = run_steps.NextStepRunAgain()
     result._conversation_id = kept.get("conversation_id")
     if kept.get("previous_response_id") or kept.get("auto_previous_response_id"):
         result._previous_response_id = result.last_response_id
@@ -314,9 +214,9 @@ def drop_items(result: Any, places: set[int]) -> None:
     result._model_input_items = [one for one in result._model_input_items if id(one) not in dropped]
 
 
-def agent_of(state: Any, starting_agent: Agent[Any]) -> Agent[Any]:
+def agent_of(state: Any, starting_agent: agents.Agent[Any]) -> agents.Agent[Any]:
     """Return the agent that a run goes on with."""
-    agent: Agent[Any] | None = state._current_agent
+    agent: agents.Agent[Any] | None = state._current_agent
     return starting_agent if agent is None else agent
 
 
@@ -331,6 +231,14 @@ def approval_of(state: Any, item: Any) -> bool | None:
     )
 
 
+def drop_interruption(state: Any, item: Any) -> None:
+    """Take a question that is none of the SDK's out of a state, which may hold a copy of it."""
+    waiting, call_id = state._current_step.interruptions, part(item.raw_item, "call_id")
+    waiting[:] = [one for one in waiting if part(one.raw_item, "call_id") != call_id]
+    if not waiting:
+        state._current_step = run_steps.NextStepRunAgain()
+
+
 def context_of(state: Any) -> Any:
     """Return the user's context of a run that goes on."""
     return None if state._context is None else state._context.context
@@ -341,7 +249,7 @@ def input_of(state: Any) -> list[Any]:
     return list(ItemHelpers.input_to_new_input_list(state._original_input))
 
 
-def items_of(state: Any) -> list[RunItem]:
+def items_of(state: Any) -> list[agents.RunItem]:
     """Return what a run that goes on has brought so far."""
     return list(state._session_items or state._generated_items)
 
@@ -350,24 +258,45 @@ def kept_by_server(given: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return how a run names the conversation that its server keeps; nothing without one."""
     names = ("conversation_id", "previous_response_id", "auto_previous_response_id")
     kept = {name: options.get(name) for name in names}
-    if isinstance(given, RunState):
+    if isinstance(given, agents.RunState):
         state = cast("Any", given)
         kept = {name: kept[name] or getattr(state, f"_{name}") for name in names}
     return {name: value for name, value in kept.items() if value}
 
 
-def is_unanswered(state: Any) -> bool:
-    """Return whether no model has answered in a run that goes on."""
-    return not state._model_responses
+def is_state(given: Any) -> bool:
+    """Return whether a run goes on from its state."""
+    return isinstance(given, agents.RunState)
 
 
-def keep(result: Any, text: str) -> None:
-    """Keep a text in the state of a run that waits, JSON included."""
-    # What tools each agent has used; a name that no agent has is passed over.
-    result._tool_use_tracker_snapshot = {**result._tool_use_tracker_snapshot, _KEPT: [text]}
+def is_unanswered(given: Any) -> bool:
+    """Return whether a run goes on in which no model has answered."""
+    return is_state(given) and not given._model_responses
 
 
-def kept(state: Any) -> str | None:
-    """Return the text that is kept in the state of a run."""
-    texts: list[str] = state.get_tool_use_tracker_snapshot().get(_KEPT, [])
-    return texts[0] if texts else None
+class InState:
+    """The state of a run, JSON included, which holds the counters of one that waits.
+
+    Attributes:
+        result: The result whose state is to hold them.
+    """
+
+    keeps = frozenset({"paused"})
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.result: Any = None
+
+    def get(self) -> dict[str, Any] | None:
+        """Return the entry, or None."""
+        if not is_state(self.given):
+            return None
+        texts: list[str] = self.given.get_tool_use_tracker_snapshot().get(_KEPT, [])
+        return json.loads(texts[0]) if texts else None
+
+    def put(self, entry: dict[str, Any] | None) -> None:
+        """Keep an entry."""
+        if entry is not None:
+            # What tools each agent has used; a name that no agent has is passed over.
+            used = self.result._tool_use_tracker_snapshot
+            self.result._tool_use_tracker_snapshot = {**used, _KEPT: [json.dumps(entry)]}

@@ -7,167 +7,115 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from agents import (
-    ApplyPatchTool,
-    AsyncComputer,
-    Computer,
-    ComputerTool,
-    CustomTool,
-    FunctionTool,
-    LocalShellTool,
-    ShellTool,
-    Tool,
-    ToolGuardrailFunctionOutput,
-    ToolInputGuardrail,
-    ToolInputGuardrailData,
-    ToolInputGuardrailResult,
-    resolve_computer,
-)
+import agents
 from agents.editor import ApplyPatchResult
 
 from budgetguard_core import BudgetExceeded
-from budgetguard_core.kit import FRAME, PROGRESS_TOOL, entered
+from budgetguard_core.kit import NOT_EXECUTED, PROGRESS_TOOL, entered
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import RunFrame, ToolCalls, around
+from budgetguard_openai_agents._frame import RunFrame, around
 from budgetguard_openai_agents._history import Asked, picture_of
 
-_NAME = "budgetguard"
 _ORIGINAL = "_budgetguard_original"
-_RESULTS = "tool_input_guardrail_results"
-_EDITS = frozenset({"create_file", "update_file", "delete_file"})
 
 
-class _Copied(NamedTuple):
-    """A tool, what it held when its copy was made, and the copy."""
-
-    tool: Tool
-    held: tuple[dict[str, Any], tuple[Any, ...]]
-    copy: Tool
-
-
-def begin_turn(calls: ToolCalls, tools: list[Tool]) -> list[Tool]:
-    """Give an agent copies of its tools that ask its run, and make this task the turn's."""
-    calls.turn_frame = RunFrame(calls)
-    FRAME.set(calls.turn_frame)
-    known, calls.copies = calls.copies, {}
-    calls.tools = [_copy_of(tool, known, calls.copies) for tool in tools]
-    asks = calls.run.guard.budget.progress is not None
+def tools_of_a_turn(recorder: Any, tools: list[agents.Tool]) -> list[agents.Tool]:
+    """Return copies of an agent's tools, and the one that reports progress where that is asked."""
+    copies = [_copy_of(recorder, tool) for tool in tools]
+    asks = recorder.run.guard.budget.progress is not None
     if asks and not any(tool.name == PROGRESS_TOOL.name for tool in tools):
-        calls.tools.append(copied(_progress_tool()))
-    return calls.tools
+        copies.append(copied(_progress_tool()))
+    return copies
 
 
-def _copy_of(tool: Tool, known: dict[int, _Copied], copies: dict[int, Any]) -> Tool:
-    """Return a tool's copy, that of the turn before where the tool is what it was."""
-    if not isinstance(tool, FunctionTool):
+def _copy_of(recorder: Any, tool: agents.Tool) -> agents.Tool:
+    """Return a tool's copy, that of the turn before where a function tool is what it was."""
+    if not isinstance(tool, agents.FunctionTool):
         return copied(tool)
-    before = known.get(id(tool))
-    # The list may be changed in place.
-    held = vars(tool), tuple(tool.tool_input_guardrails or ())
-    if before is None or before.tool is not tool or before.held != held:
-        before = _Copied(tool, ({**held[0]}, held[1]), copied(tool))
-    copies[id(tool)] = before
-    return before.copy
+    known = recorder.copies.get(id(tool))
+    if known is None or known[0] is not tool or known[1] != vars(tool):
+        known = recorder.copies[id(tool)] = tool, {**vars(tool)}, copied(tool)
+    return cast("agents.Tool", known[2])
 
 
-def copied(tool: Tool) -> Tool:
+def copied(tool: agents.Tool) -> agents.Tool:
     """Return a copy of a tool that asks before its body starts; itself where it cannot."""
     if hasattr(tool, _ORIGINAL):
         return tool
-    made: Any
-    if isinstance(tool, FunctionTool):
-        made = _seams.with_invoker(tool, lambda body: _noted_body(tool, body))
-        made.tool_input_guardrails = [_GATE, *(tool.tool_input_guardrails or ())]
+    made: Any = copy.copy(tool)
+    if isinstance(tool, agents.FunctionTool):
+        made = _seams.with_invoker(tool, partial(_function_body, tool))
         if tool.needs_approval is not False:
             made.needs_approval = partial(_needs_approval, tool.needs_approval)
-    elif isinstance(tool, CustomTool):
-        made = copy.copy(tool)
+    elif isinstance(tool, agents.CustomTool):
         made.on_invoke_tool = _asking(made, tool.on_invoke_tool)
-    elif isinstance(tool, ShellTool | LocalShellTool):
-        if tool.executor is None:
-            return tool
-        made = copy.copy(tool)
+    elif isinstance(tool, agents.ShellTool | agents.LocalShellTool) and tool.executor is not None:
         made.executor = _asking(made, tool.executor)
-    elif isinstance(tool, ApplyPatchTool):
-        made = copy.copy(tool)
-        made.editor = _Editor(made, tool.editor)
-    elif isinstance(tool, ComputerTool):
-        made = _computer(tool)
+    elif isinstance(tool, agents.ApplyPatchTool):
+        made.editor = _Proxy(made, tool.editor, _failed_edit)
+    elif isinstance(tool, agents.ComputerTool):
+        made.computer = _computer(tool)
     else:
         return tool
     setattr(made, _ORIGINAL, tool)
-    return cast("Tool", made)
+    return cast("agents.Tool", made)
 
 
-def _computer(tool: ComputerTool[Any]) -> ComputerTool[Any]:
-    made = copy.copy(tool)
-    # Of a computer that is made for each run, the tool shows the one that was made last.
-    is_shared = isinstance(tool.computer, Computer | AsyncComputer)
-    if is_shared and not _seams.makes_computers(tool):
-        made.computer = _Screen(tool, tool.computer)
-        return made
+def original(tool: agents.Tool) -> agents.Tool:
+    """Return the user's own tool."""
+    own: agents.Tool = getattr(tool, _ORIGINAL, tool)
+    if isinstance(own, agents.ComputerTool) and isinstance(own.computer, _Proxy):
+        # The SDK makes another copy for a computer of the run's own.
+        return cast("agents.Tool", own.computer.copy_of)
+    return own
 
-    async def make(*, run_context: Any) -> _Screen:
-        # The user's tool makes one for each run, and disposes of it.
-        return _Screen(tool, await resolve_computer(tool=tool, run_context=run_context))
 
-    made.computer = make
-    return made
+def _function_body(
+    tool: agents.FunctionTool, body: Callable[[Any, str], Awaitable[Any]]
+) -> Callable[[Any, str], Awaitable[Any]]:
+    asking = _asking(tool, body)
+    is_agent = _seams.is_agent_tool(tool)
+
+    async def asked_body(context: Any, arguments: str) -> Any:
+        _, asked = _at_work(tool, context)
+        try:
+            result = asking(context, arguments)
+            result = await result if inspect.isawaitable(result) else result
+        except BudgetExceeded as stop:
+            if asked is None:
+                raise
+            # It stops the run at its next step; a text of failure would invite another try.
+            final = None if stop.outcome is None else stop.outcome.final
+            asked.partial = "" if final is None else str(final)
+            return asked.partial
+        except Exception:
+            if not is_agent or asked is None or asked.partial is None:
+                raise
+            asked.error = result = None
+        # What the agent was stopped with is a text, whatever would have made an output of it.
+        is_partial = is_agent and asked is not None and asked.partial is not None
+        return asked.partial if asked is not None and is_partial else result
+
+    asked_body.__dict__.update(getattr(body, "__dict__", {}))
+    return asked_body
 
 
 async def _needs_approval(own: Any, context: Any, arguments: Any, call_id: str) -> bool:
     """Ask a person as the tool says, but of no call that a limit has refused."""
-    calls = around()
-    if calls is not None and calls.has_refused(call_id):
+    recorder = around()
+    if recorder is not None and recorder.has_refused(call_id):
         return False
     answer = own(context, arguments, call_id) if callable(own) else own
     return bool(await answer if inspect.isawaitable(answer) else answer)
 
 
-async def _answer(data: ToolInputGuardrailData) -> ToolGuardrailFunctionOutput:
-    calls = around()
-    refusal = None if calls is None else await calls.admitted(data.context)
-    if refusal is not None:
-        return ToolGuardrailFunctionOutput.reject_content(refusal)
-    return ToolGuardrailFunctionOutput.allow()
-
-
-_GATE = ToolInputGuardrail[Any](guardrail_function=_answer, name=_NAME)
-
-
-def _noted_body(
-    tool: FunctionTool, body: Callable[[Any, str], Awaitable[Any]]
-) -> Callable[[Any, str], Awaitable[Any]]:
-    is_agent = _seams.is_agent_tool(tool)
-
-    async def noted(context: Any, arguments: str) -> Any:
-        calls = around()
-        asked = None if calls is None else calls.running(context, tool)
-        if asked is None:
-            return await body(context, arguments)
-        try:
-            result = await body(context, arguments)
-        except BudgetExceeded as stop:
-            # It stops the run at its next step; a text of failure would invite another try.
-            asked.error = stop
-            final = None if stop.outcome is None else stop.outcome.final
-            asked.partial = "" if final is None else str(final)
-            return asked.partial
-        except BaseException as error:
-            if not (is_agent and asked.partial is not None and isinstance(error, Exception)):
-                asked.error = error
-                raise
-            result = None
-        # What the agent was stopped with is a text, whatever would have made an output of it.
-        return asked.partial if is_agent and asked.partial is not None else result
-
-    noted.__dict__.update(getattr(body, "__dict__", {}))
-    return noted
+def _at_work(tool: Any, context: Any) -> tuple[Any, Asked | None]:
+    recorder = around()
+    return recorder, None if recorder is None else recorder.find(context, tool)
 
 
 def _asking(
@@ -177,95 +125,79 @@ def _asking(
 
     @wraps(execute)
     def asking(*given: Any, **named: Any) -> Any:
-        calls = around()
-        context = given[0] if isinstance(tool, CustomTool) else None
-        asked = None if calls is None else calls.running(context, tool)
-        if calls is None or asked is None:
+        recorder, asked = _at_work(tool, given[0] if given else None)
+        if asked is None:
             return execute(*given, **named)
-        refusal = calls.refusal(asked)
-        if refusal is not None:
-            return refused(refusal)
-        with _noted(calls, asked):
+        if asked.opened.state != "started":
+            return refused(asked.opened.refusal or NOT_EXECUTED)
+        with _Noted(recorder, asked):
             result = execute(*given, **named)
-        return _awaited(calls, asked, result) if inspect.isawaitable(result) else result
+        return _awaited(recorder, asked, result) if inspect.isawaitable(result) else result
 
     return asking
 
 
-class _Editor:
-    """The editor of a copy."""
+class _Noted(entered):
+    """The block around the body of a call, which notes what it raises."""
 
-    def __init__(self, tool: Any, editor: Any) -> None:
-        self._asking = partial(_asking, tool, refused=_failed_edit)
-        self._own = editor
+    __slots__ = ("_asked",)
+
+    def __init__(self, recorder: Any, asked: Asked) -> None:
+        super().__init__(RunFrame(recorder, asked))
+        self._asked = asked
+
+    def __exit__(self, *left: Any) -> None:
+        super().__exit__(*left)
+        self._asked.error = left[1] or self._asked.error
+
+
+async def _awaited(recorder: Any, asked: Asked, result: Awaitable[Any]) -> Any:
+    with _Noted(recorder, asked):
+        return await result
+
+
+@agents.AsyncComputer.register
+class _Proxy:
+    """The editor or the computer of a copy; a computer's methods may be those of a sync one."""
+
+    def __init__(self, tool: Any, own: Any, refused: Callable[[str], Any]) -> None:
+        self.copy_of = tool
+        self._own = own
+        self._refused = refused
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._own, name)
-        return self._asking(own) if name in _EDITS else own
+        return _asking(self.copy_of, own, self._refused) if callable(own) else own
 
 
 def _failed_edit(text: str) -> ApplyPatchResult:
     return ApplyPatchResult(status="failed", output=text)
 
 
-@AsyncComputer.register
-class _Screen:
-    """The computer of a copy; its methods may be those of a sync one."""
+def _computer(tool: agents.ComputerTool[Any]) -> Any:
+    # Of a computer that is made for each run, the tool shows the one that was made last.
+    is_shared = isinstance(tool.computer, agents.Computer | agents.AsyncComputer)
+    if is_shared and not _seams.makes_computers(tool):
+        return _Proxy(tool, tool.computer, picture_of)
 
-    def __init__(self, tool: Any, computer: Any) -> None:
-        self._asking = partial(_asking, tool, refused=picture_of)
-        self._own = computer
-        self.tool = tool
+    async def make(*, run_context: Any) -> _Proxy:
+        # The user's tool makes one for each run, and disposes of it.
+        own = await agents.resolve_computer(tool=tool, run_context=run_context)
+        return _Proxy(tool, own, picture_of)
 
-    def __getattr__(self, name: str) -> Any:
-        own = getattr(self._own, name)
-        return self._asking(own) if inspect.ismethod(own) else own
-
-
-@contextmanager
-def _noted(calls: ToolCalls, asked: Asked) -> Generator[None]:
-    with entered(RunFrame(calls, asked)):
-        try:
-            yield
-        except BaseException as error:
-            asked.error = error
-            raise
+    return make
 
 
-async def _awaited(calls: ToolCalls, asked: Asked, result: Awaitable[Any]) -> Any:
-    with _noted(calls, asked):
-        return await result
-
-
-def original(tool: Tool) -> Tool:
-    """Return the user's own tool."""
-    own: Tool = getattr(tool, _ORIGINAL, tool)
-    if isinstance(own, ComputerTool) and isinstance(own.computer, _Screen):
-        # The SDK makes another copy for a computer of the run's own.
-        return cast("Tool", own.computer.tool)
-    return own
-
-
-def _progress_tool() -> FunctionTool:
+def _progress_tool() -> agents.FunctionTool:
     """Make the tool that a model reports its progress with."""
 
     async def report(_: Any, arguments: str) -> str:
         return PROGRESS_TOOL.report(arguments)
 
-    return FunctionTool(
+    return agents.FunctionTool(
         name=PROGRESS_TOOL.name,
         description=PROGRESS_TOOL.description,
         params_json_schema=dict(PROGRESS_TOOL.parameters),
         on_invoke_tool=report,
         strict_json_schema=False,
     )
-
-
-def hide_gate(*owners: Any) -> None:
-    """Take the results of the copies' own guardrail out of what users see."""
-    for owner in owners:
-        # Older releases do not report them of a run that failed.
-        results: list[ToolInputGuardrailResult] = getattr(owner, _RESULTS, [])
-        own = [one for one in results if one.guardrail.get_name() != _NAME]
-        if len(own) < len(results):
-            setattr(owner, _RESULTS, own)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from agents import (
-    Agent,
-    ItemHelpers,
-    RunHooks,
-    Runner,
-    RunResult,
-    RunResultStreaming,
-    RunState,
-    TResponseInputItem,
-)
+import agents
 from agents.lifecycle import RunHooksBase
 
 from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of, outcome_of, part
 from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._calls import around
-from budgetguard_openai_agents._runner import BoundedHooks, install, is_installed
+from budgetguard_openai_agents._frame import around
+from budgetguard_openai_agents._runner import install
 
-_NOTHING = RunHooks[Any]()
+_NOTHING = agents.RunHooks[Any]()
 
 
-class BudgetHooks(BoundedHooks):
+class BudgetHooks(agents.RunHooks[Any]):
     """Bound a run: `Runner.run(agent, input, hooks=BudgetHooks(Budget(max_iterations=25)))`.
 
     Works in `run`, `run_sync` and `run_streamed`. A run that is stopped returns a normal result,
@@ -61,7 +52,7 @@ class BudgetHooks(BoundedHooks):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
-        inner: RunHooks[Any] | None = None,
+        inner: agents.RunHooks[Any] | None = None,
         *,
         resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[EnvelopeOptions],
@@ -69,6 +60,7 @@ class BudgetHooks(BoundedHooks):
         self.envelope = envelope_of(budget, **options)
         self.inner = inner
         self.resume = resume
+        self.keeps_max_turns = False
         if inner is not None and not isinstance(inner, RunHooksBase):
             raise ConfigurationError(
                 f"inner must be run hooks, got {type(inner).__name__}. Subclass agents.RunHooks."
@@ -81,59 +73,36 @@ class BudgetHooks(BoundedHooks):
             )
         install()
 
-    def called(self) -> RunHooks[Any] | None:
+    def called(self) -> agents.RunHooks[Any] | None:
         """Return the hooks that a run with this budget calls: only a subclass has its own."""
         if type(self) is not BudgetHooks:
             return self
         return self.inner.called() if isinstance(self.inner, BudgetHooks) else self.inner
 
-    def _inner(self) -> RunHooks[Any]:
+    def next_hooks(self) -> agents.RunHooks[Any]:
         """Return the hooks that come next, in a run that has this budget."""
-        calls = around()
-        hooks = None if calls is None else calls.hooks
-        while isinstance(hooks, BudgetHooks):
-            if hooks is self:
-                return self.inner or _NOTHING
-            hooks = hooks.inner
-        if not is_installed():
+        if around() is None:
             raise AdapterError(
-                "BudgetHooks works through the default agent runner that it installs, and another "
-                "one was set since. Call set_default_agent_runner before you make BudgetHooks."
+                "BudgetHooks must be the hooks of the run itself, under the default agent runner "
+                "that the import installs, got called by others. Give hooks of your own as inner "
+                "hooks, BudgetHooks(budget, inner=...); call set_default_agent_runner before."
             )
-        raise AdapterError(
-            "BudgetHooks must be the hooks of the run itself, got called by other hooks that "
-            "hold it. Give those as inner hooks: BudgetHooks(budget, inner=...)."
-        )
+        return self.inner or _NOTHING
 
-    async def on_agent_start(self, context: Any, agent: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_agent_start(context, agent)
 
-    async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_agent_end(context, agent, output)
+def _passed_on(name: str) -> Any:
+    async def hook(self: BudgetHooks, *given: Any, **named: Any) -> None:
+        await getattr(self.next_hooks(), name)(*given, **named)
 
-    async def on_llm_start(
-        self, context: Any, agent: Any, system_prompt: str | None, input_items: list[Any]
-    ) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_llm_start(context, agent, system_prompt, input_items)
+    hook.__doc__ = "Call the inner hooks."
+    return hook
 
-    async def on_llm_end(self, context: Any, agent: Any, response: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_llm_end(context, agent, response)
 
-    async def on_tool_start(self, context: Any, agent: Any, tool: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_tool_start(context, agent, tool)
-
-    async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_tool_end(context, agent, tool, result)
-
-    async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
-        """Call the inner hooks."""
-        await self._inner().on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
+for _name in (
+    *("on_agent_start", "on_agent_end", "on_llm_start", "on_llm_end"),
+    *("on_tool_start", "on_tool_end", "on_handoff"),
+):
+    setattr(BudgetHooks, _name, _passed_on(_name))
 
 
 # `conversation_id` is the SDK's own, and says the same.
@@ -141,13 +110,13 @@ _OF_THE_BUDGET = frozenset({*EnvelopeOptions.__annotations__, "resume"} - {"conv
 
 
 async def bounded_run(
-    agent: Agent[Any],
-    input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
+    agent: agents.Agent[Any],
+    input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
-    hooks: RunHooks[Any] | None = None,
+    hooks: agents.RunHooks[Any] | None = None,
     **options: Any,
-) -> RunResult:
+) -> agents.RunResult:
     """Run an agent within a budget: `Runner.run` that ends as a normal result when it is stopped.
 
     Args:
@@ -163,39 +132,41 @@ async def bounded_run(
         The result; `outcome(result)` says how the run ended.
     """
     hooks, rest = _hooks(budget, hooks, options)
-    return await Runner.run(agent, input, hooks=hooks, **rest)
+    return await agents.Runner.run(agent, input, hooks=hooks, **rest)
 
 
 def bounded_run_sync(
-    agent: Agent[Any],
-    input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
+    agent: agents.Agent[Any],
+    input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
-    hooks: RunHooks[Any] | None = None,
+    hooks: agents.RunHooks[Any] | None = None,
     **options: Any,
-) -> RunResult:
+) -> agents.RunResult:
     """Do what `bounded_run` does, where there is no event loop."""
     hooks, rest = _hooks(budget, hooks, options)
-    return Runner.run_sync(agent, input, hooks=hooks, **rest)
+    return agents.Runner.run_sync(agent, input, hooks=hooks, **rest)
 
 
 def bounded_run_streamed(
-    agent: Agent[Any],
-    input: str | list[TResponseInputItem] | RunState[Any],  # noqa: A002 - the SDK's name
+    agent: agents.Agent[Any],
+    input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
-    hooks: RunHooks[Any] | None = None,
+    hooks: agents.RunHooks[Any] | None = None,
     **options: Any,
-) -> RunResultStreaming:
+) -> agents.RunResultStreaming:
     """Do what `bounded_run` does, streamed. The synthetic last message is an event like any other.
 
     A consumer that leaves `stream_events()` early cancels the run.
     """
     hooks, rest = _hooks(budget, hooks, options)
-    return Runner.run_streamed(agent, input, hooks=hooks, **rest)
+    return agents.Runner.run_streamed(agent, input, hooks=hooks, **rest)
 
 
-def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) -> Outcome:
+def outcome(
+    result: agents.RunResult | agents.RunResultStreaming | BaseException | Outcome,
+) -> Outcome:
     """Return how a run ended: status, stop reason, use, messages, how to go on.
 
     Args:
@@ -205,7 +176,7 @@ def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) ->
     Raises:
         AdapterError: The run had no budget, or is not over yet.
     """
-    if not isinstance(result, RunResult | RunResultStreaming):
+    if not isinstance(result, agents.RunResult | agents.RunResultStreaming):
         return kit_outcome(result)
     found = outcome_of(result)
     if found is None:
@@ -217,7 +188,9 @@ def outcome(result: RunResult | RunResultStreaming | BaseException | Outcome) ->
     return found.model_copy(update={"messages": messages, "final": result.final_output})
 
 
-def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputItem]:
+def unsent_input(
+    result: agents.RunResult | agents.RunResultStreaming,
+) -> list[agents.TResponseInputItem]:
     """List what a conversation that the server keeps has not seen yet of a run that was stopped.
 
     With `conversation_id` or `previous_response_id` the server waits for the results of the last
@@ -225,7 +198,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
     `Runner.run(agent, [*unsent_input(result), message], conversation_id=...)`. Of a run that was
     stopped before its model answered, it is all that the run was given.
     """
-    pending: list[TResponseInputItem] = []
+    pending: list[agents.TResponseInputItem] = []
     waiting: set[Any] = set()
     if result.raw_responses:
         output = result.raw_responses[-1].output
@@ -238,7 +211,7 @@ def unsent_input(result: RunResult | RunResultStreaming) -> list[TResponseInputI
         if item.type != "input_item" and not (_is_answer(raw) and _id_of(raw) in waiting):
             break
         pending.insert(0, item.to_input_item())
-    given = () if result.raw_responses else ItemHelpers.input_to_new_input_list(result.input)
+    given = () if result.raw_responses else agents.ItemHelpers.input_to_new_input_list(result.input)
     return [*given, *pending]
 
 
@@ -252,7 +225,9 @@ def _id_of(raw: Any) -> Any:
 
 
 def _hooks(
-    budget: Budget | Guard | Envelope | None, hooks: RunHooks[Any] | None, options: dict[str, Any]
+    budget: Budget | Guard | Envelope | None,
+    hooks: agents.RunHooks[Any] | None,
+    options: dict[str, Any],
 ) -> tuple[BudgetHooks, dict[str, Any]]:
     own: dict[str, Any] = {n: v for n, v in options.items() if n in _OF_THE_BUDGET}
     rest = {n: v for n, v in options.items() if n not in _OF_THE_BUDGET}

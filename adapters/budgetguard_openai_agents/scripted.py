@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
@@ -13,10 +14,7 @@ from agents.items import TResponseStreamEvent
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
-    ResponseCreatedEvent,
-    ResponseFunctionCallArgumentsDeltaEvent,
     ResponseFunctionToolCall,
-    ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
     ResponseOutputText,
     ResponseTextDeltaEvent,
@@ -24,7 +22,6 @@ from openai.types.responses import (
 )
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
-from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing.scripted import Answers
 
 
@@ -44,7 +41,8 @@ class ScriptedModel(Model):
         self.model = answers.model
         self._numbers = count(1)
 
-    def _next(self) -> tuple[list[Any], TokenUsage]:
+    async def _next(self) -> Response:
+        await asyncio.sleep(0)  # others go out beside it, as on the wire
         turn = self.answers.next()
         output: list[Any] = [
             ResponseFunctionToolCall(
@@ -57,106 +55,78 @@ class ScriptedModel(Model):
             for call in turn.calls
         ]
         if turn.text:
+            content = ResponseOutputText(
+                text=turn.text, type="output_text", annotations=[], logprobs=[]
+            )
             output.append(
                 ResponseOutputMessage(
                     id=f"msg_{next(self._numbers)}",
                     type="message",
                     role="assistant",
                     status="completed",
-                    content=[
-                        ResponseOutputText(
-                            text=turn.text, type="output_text", annotations=[], logprobs=[]
-                        )
-                    ],
+                    content=[content],
                 )
             )
-        return output, turn.usage
+        return Response(
+            id=f"resp_{next(self._numbers)}",
+            created_at=0,
+            model=self.model,
+            object="response",
+            output=output,
+            status="completed",
+            tool_choice="auto",
+            tools=[],
+            parallel_tool_calls=True,
+            usage=ResponseUsage(
+                input_tokens=turn.usage.input_tokens,
+                output_tokens=turn.usage.output_tokens,
+                total_tokens=turn.usage.total_tokens,
+                # Releases of the client differ in what they ask for here.
+                input_tokens_details=InputTokensDetails.model_construct(
+                    cached_tokens=0, cache_write_tokens=0
+                ),
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            ),
+        )
 
     async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
         """Give the next answer."""
         del args, kwargs
-        output, used = self._next()
+        made = await self._next()
+        used: Any = made.usage
         usage = Usage(
             requests=1,
             input_tokens=used.input_tokens,
             output_tokens=used.output_tokens,
             total_tokens=used.total_tokens,
         )
-        return ModelResponse(output=output, usage=usage, response_id=None)
+        return ModelResponse(output=made.output, usage=usage, response_id=None)
 
     async def stream_response(
         self, *args: Any, **kwargs: Any
     ) -> AsyncIterator[TResponseStreamEvent]:
         """Give the next answer in a stream: a text comes word by word."""
         del args, kwargs
-        output, used = self._next()
-        response = _response(f"resp_{next(self._numbers)}", self.model, output, used)
-        for event in _events(output, response):
-            yield event
+        response, numbers = await self._next(), count()
+        for place, item in enumerate(response.output):
+            # The text is its deltas in a row, so that every word brings what stands before it.
+            said: Any = item
+            text = said.content[0].text if item.type == "message" else ""
+            for word in re.findall(r"\s*\S+|\s+", text):
+                yield ResponseTextDeltaEvent(
+                    type="response.output_text.delta",
+                    delta=word,
+                    logprobs=[],
+                    item_id=item.id or "",
+                    output_index=place,
+                    content_index=0,
+                    sequence_number=next(numbers),
+                )
+        yield ResponseCompletedEvent(
+            type="response.completed", response=response, sequence_number=next(numbers)
+        )
 
 
 def scripted_model(answers: Answers) -> ScriptedModel:
     """Make a model that gives these answers."""
     return ScriptedModel(answers)
-
-
-def _response(id_: str, model: str, output: list[Any], used: TokenUsage) -> Response:
-    return Response(
-        id=id_,
-        created_at=0,
-        model=model,
-        object="response",
-        output=output,
-        status="completed",
-        tool_choice="auto",
-        tools=[],
-        parallel_tool_calls=True,
-        usage=ResponseUsage(
-            input_tokens=used.input_tokens,
-            output_tokens=used.output_tokens,
-            total_tokens=used.total_tokens,
-            # Releases of the client differ in what they ask for here.
-            input_tokens_details=InputTokensDetails.model_construct(
-                cached_tokens=0, cache_write_tokens=0
-            ),
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
-        ),
-    )
-
-
-def _events(output: list[Any], response: Response) -> Iterator[TResponseStreamEvent]:
-    numbers = count()
-    begun = response.model_copy(update={"output": [], "status": "in_progress", "usage": None})
-    yield ResponseCreatedEvent(
-        type="response.created", response=begun, sequence_number=next(numbers)
-    )
-    for place, item in enumerate(output):
-        # The text is its deltas in a row, so that every word brings what stands before it.
-        text = item.content[0].text if item.type == "message" else ""
-        for word in re.findall(r"\s*\S+|\s+", text):
-            yield ResponseTextDeltaEvent(
-                type="response.output_text.delta",
-                delta=word,
-                logprobs=[],
-                item_id=item.id,
-                output_index=place,
-                content_index=0,
-                sequence_number=next(numbers),
-            )
-        if item.type == "function_call":
-            yield ResponseFunctionCallArgumentsDeltaEvent(
-                type="response.function_call_arguments.delta",
-                delta=item.arguments,
-                item_id=item.id,
-                output_index=place,
-                sequence_number=next(numbers),
-            )
-        yield ResponseOutputItemDoneEvent(
-            type="response.output_item.done",
-            item=item,
-            output_index=place,
-            sequence_number=next(numbers),
-        )
-    yield ResponseCompletedEvent(
-        type="response.completed", response=response, sequence_number=next(numbers)
-    )

@@ -67,6 +67,10 @@ class Dialect:
         dump: Any = chat.ModelMessagesTypeAdapter.dump_python
         return [*dump([*messages], mode="json")]
 
+    def messages(self, plain: Sequence[Any]) -> list[Any]:
+        """Return the messages that plain data, or they themselves, are."""
+        return chat.ModelMessagesTypeAdapter.validate_python([*plain])
+
 
 DIALECT = Dialect()
 

@@ -1,19 +1,23 @@
-"""The model calls of a run: asked for before a turn, bound and charged on the wire."""
+"""The model calls of a run, bound and charged on the wire, and its last answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
+from pydantic_ai import Agent
 from pydantic_ai import messages as chat
 from pydantic_ai.models.fallback import FallbackModel
 from pydantic_ai.models.wrapper import WrapperModel
+from pydantic_ai.usage import UsageLimits
+from pydantic_core import to_json
 
-from budgetguard_core.kit import ModelTurn, Request, Scope, Session, Stop, run_awaited, token_usage
+from budgetguard_core import kit
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT, errors_of, instructions_of
 
@@ -27,10 +31,10 @@ class ModelCalls:
         whole: The streamed answer that was read to its end before the block was.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: kit.Session) -> None:
         self.session = session
-        self.turn: ModelTurn | None = None
-        self.scope: Scope | None = None
+        self.turn: kit.ModelTurn | None = None
+        self.scope: kit.Scope | None = None
         self.whole: Any = None
 
     async def ask(self, model: Any, messages: list[Any], *, retry: bool = False) -> bool:
@@ -41,20 +45,20 @@ class ModelCalls:
                 # The framework or a person answered it: unknown, invalid, denied.
                 self.session.calls.answered_without_body(call, part.content, kind=part.part_kind)
         last = messages[-2] if messages[1:] else None
-        usage = token_usage(last.usage) if isinstance(last, chat.ModelResponse) else None
+        usage = kit.token_usage(last.usage) if isinstance(last, chat.ModelResponse) else None
         if usage is not None and usage.output_tokens:
             # Only now: what a stream gave is made anew for the history.
             self.session.prompt.replied(last, usage)
         name, provider = model.model_name, provider_of(model)
-        request = Request(
+        request = kit.Request(
             messages=messages,
             model=name,
             provider=provider,
             retry=retry,
             may_fall_back=_seams.can_be_named(model),
         )
-        turn = await run_awaited(self.session.model(request))
-        self.turn = None if isinstance(turn, Stop) else turn
+        turn = await kit.run_awaited(self.session.model(request))
+        self.turn = None if isinstance(turn, kit.Stop) else turn
         return self.turn is not None
 
     def dropped(self) -> Any:
@@ -90,14 +94,14 @@ class ModelCalls:
             model = _seams.named(model, turn.fallback_model)
         return turn, model, messages, settings
 
-    def answered(self, turn: ModelTurn, response: Any, messages: Any, params: Any) -> None:
+    def answered(self, turn: kit.ModelTurn, response: Any, messages: Any, params: Any) -> None:
         """Charge a call that answered."""
         turn.answered(
             DIALECT.read(response),
-            token_usage(response.usage),
+            kit.token_usage(response.usage),
             model=response.model_name,
             is_cut=response.finish_reason == "length" and not response.tool_calls,
-            sent=Request(
+            sent=kit.Request(
                 messages=messages,
                 tools=[*params.function_tools, *params.output_tools],
                 system=instructions_of(messages),
@@ -167,3 +171,55 @@ def metered(model: Any, calls: ModelCalls) -> Any:
 def provider_of(model: Any) -> str | None:
     """Return the provider of a model; None for the framework's fakes."""
     return None if model.system in ("function", "test") else model.system
+
+
+class Unbounded(Agent[Any, Any]):
+    """An agent outside of all budgets: its one call has been admitted already."""
+
+    iter = Agent.iter
+
+
+def takes_text(output_type: Any) -> bool:
+    """Return whether a text is an output of this type: it is `str`, or one of several is."""
+    several: Any = get_args(output_type) if get_origin(output_type) in (Union, UnionType) else ()
+    if isinstance(output_type, list | tuple):
+        several = output_type  # pyright: ignore[reportUnknownVariableType]
+    return output_type is str or any(map(takes_text, several))
+
+
+class LastAnswer:
+    """The last answer of one run.
+
+    Attributes:
+        output: The output of a stopped run whose output type takes no text; None without an answer.
+        is_text: The output type takes text.
+    """
+
+    def __init__(self, output_type: Any) -> None:
+        self.is_text = takes_text(output_type)
+        self._type = str if self.is_text else output_type
+        self.output: Any = None
+
+    def question(self, ctx: Any, messages: Sequence[Any]) -> kit.LastQuestion:
+        """Return how to ask for it."""
+        system = instructions_of(messages)
+
+        async def ask(sent: list[Any], opened: Any) -> kit.Answer:
+            agent: Any = Unbounded(ctx.model, output_type=self._type, retries=0)
+            bound: dict[str, Any] = {
+                **(ctx.model_settings or {}),
+                "max_tokens": opened.max_output_tokens,
+            }
+            result = await agent.run(
+                message_history=sent,
+                instructions=system,
+                deps=ctx.deps,
+                model_settings=bound,
+                usage_limits=UsageLimits(request_limit=1),
+            )
+            self.output = result.output
+            text = self.output if self.is_text else to_json(self.output, fallback=repr).decode()
+            return kit.Answer(text=text, usage=kit.token_usage(result.usage))
+
+        name, provider = ctx.model.model_name, provider_of(ctx.model)
+        return kit.LastQuestion(ask_async=ask, model=name, provider=provider, system=system)

@@ -7,40 +7,43 @@ from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
-from pydantic_ai import (
-    DeferredToolRequests,
-    FunctionToolset,
-    Tool,
-    exceptions,
-)
+from pydantic_ai import CallToolsNode, DeferredToolRequests, FunctionToolset, Tool, exceptions
 from pydantic_ai import messages as chat
 from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
+from pydantic_ai.result import FinalResult
 from pydantic_graph import End
 
 from budgetguard_core import kit
 from budgetguard_core.kit import OUTCOME_UNKNOWN, ToolCall
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT, InHistory, tool_call_of
-from budgetguard_pydantic_ai._last import LastAnswer
-from budgetguard_pydantic_ai._model import ModelCalls, metered
+from budgetguard_pydantic_ai._model import LastAnswer, ModelCalls, metered
 
 _RESUME = "agent.run(message_history=result.all_messages()), under a fresh budget"
 _DEFERRALS = (exceptions.CallDeferred, exceptions.ApprovalRequired)
 _runs: WeakValueDictionary[str, BoundedRun] = WeakValueDictionary()
-OUTERMOST = CapabilityOrdering(position="outermost")
 
 
-def toolset_of(envelope: kit.Envelope) -> Any:
-    """Return the tool `report_progress` where the budget asks for reports."""
-    if not envelope.may_ask_for_progress:
-        return None
-    form = kit.PROGRESS_TOOL
-    return FunctionToolset(
-        [Tool(kit.report_progress, name=form.name, description=form.description)]
-    )
+class OfBudget(AbstractCapability[Any]):
+    """The place of a budget among other capabilities, and its tool."""
+
+    envelope: kit.Envelope
+
+    def get_ordering(self) -> CapabilityOrdering:
+        """Return the place among other capabilities."""
+        return CapabilityOrdering(position="outermost")
+
+    def get_toolset(self) -> Any:
+        """Return the tool `report_progress` where the budget asks for reports."""
+        if not self.envelope.may_ask_for_progress:
+            return None
+        form = kit.PROGRESS_TOOL
+        return FunctionToolset(
+            [Tool(kit.report_progress, name=form.name, description=form.description)]
+        )
 
 
-class BoundedRun(AbstractCapability[Any]):
+class BoundedRun(OfBudget):
     """The capability of one run.
 
     Attributes:
@@ -51,21 +54,14 @@ class BoundedRun(AbstractCapability[Any]):
     session: kit.Session
     _model: ModelCalls
 
-    def __init__(self, envelope: kit.Envelope, output_type: Any) -> None:
+    def __init__(self, envelope: kit.Envelope, output_type: Any, resume: Any = None) -> None:
         self.envelope = envelope
+        self._resume = resume
         self.messages: list[Any] = []
         self.is_passive = False
         self._last = LastAnswer(output_type)
         self._asked: list[ToolCall] = []
         self._offering = asyncio.Lock()
-
-    def get_ordering(self) -> CapabilityOrdering:
-        """Return the place among other capabilities."""
-        return OUTERMOST
-
-    def get_toolset(self) -> Any:
-        """Return the tools of the budget."""
-        return toolset_of(self.envelope)
 
     async def wrap_run(self, ctx: Any, *, handler: Any) -> Any:
         """Open the run, and end it."""
@@ -82,6 +78,7 @@ class BoundedRun(AbstractCapability[Any]):
             here,
             said=ctx.prompt,
             history=ctx.messages,
+            resume=self._resume,
             config=ctx,
             thread=ctx.conversation_id,
         )
@@ -142,7 +139,7 @@ class BoundedRun(AbstractCapability[Any]):
             return node
         if not await self._model.ask(ctx.model, [*ctx.messages, node.request]):
             ctx.messages.append(replace(node.request, run_id=ctx.run_id))
-            return _seams.final_node(await self._end(ctx, ctx.messages))
+            return _seams.graph.SetFinalResult(FinalResult(await self._end(ctx, ctx.messages)))
         return node
 
     async def wrap_model_request(self, ctx: Any, *, request_context: Any, handler: Any) -> Any:
@@ -175,8 +172,9 @@ class BoundedRun(AbstractCapability[Any]):
         """End a run whose history is closed."""
         if self.is_passive:
             return result
-        if _seams.is_reply(result) and self.session.is_over:
-            result = _seams.end(await self._end(ctx, ctx.messages))
+        replies: Any = CallToolsNode
+        if isinstance(result, replies) and self.session.is_over:
+            result = End(FinalResult(await self._end(ctx, ctx.messages)))
         ends: Any = isinstance(result, End)
         if ends and self.session.trip is not None and ctx.pending_messages:
             del ctx.pending_messages[:]  # they would make another request of the end
@@ -186,7 +184,7 @@ class BoundedRun(AbstractCapability[Any]):
         """End a run whose error is a stop."""
         if self.is_passive or not self._is_stop(error):
             raise error
-        return _seams.end(await self._end(ctx, ctx.messages))
+        return End(FinalResult(await self._end(ctx, ctx.messages)))
 
     async def _ask_or_skip(self, ctx: Any, request_context: Any, *, retry: bool = False) -> None:
         model, messages = request_context.model, request_context.messages

@@ -5,11 +5,9 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from pydantic_ai import CallToolsNode, ModelRequestNode, _agent_graph
+from pydantic_ai import ModelRequestNode, _agent_graph
 from pydantic_ai.models.wrapper import WrapperModel
-from pydantic_ai.result import FinalResult
 from pydantic_ai.run import AgentRunResult
-from pydantic_graph import End
 
 from budgetguard_core import AdapterError
 
@@ -69,21 +67,6 @@ def is_new_turn(node: Any) -> bool:
         and node.last_request_context is None
         and node._resume_suspended is None  # pyright: ignore[reportPrivateUsage]
     )
-
-
-def is_reply(node: Any) -> bool:
-    """Return whether a node has a reply of the model."""
-    return isinstance(node, CallToolsNode)
-
-
-def end(output: Any) -> Any:
-    """Return the end of a run in the place of its next node."""
-    return End(FinalResult(output))
-
-
-def final_node(output: Any) -> Any:
-    """Return the node that ends a run in the place of a model request."""
-    return graph.SetFinalResult(FinalResult(output))
 
 
 def result_of(ctx: Any, messages: list[Any], output: Any) -> AgentRunResult[Any]:

@@ -7,46 +7,50 @@ from contextvars import ContextVar
 from typing import Any, Unpack
 
 from pydantic_ai import Agent
-from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
 from pydantic_ai.usage import UsageLimits
 
-from budgetguard_core import Budget, Guard, Outcome, kit
+from budgetguard_core import Budget, Guard, Outcome, Snapshot, kit
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT
-from budgetguard_pydantic_ai._run import OUTERMOST, BoundedRun, toolset_of
+from budgetguard_pydantic_ai._run import BoundedRun, OfBudget
 
 DEFAULT_MAX_ITERATIONS = 25
 """The cap of a capability that is given neither a budget nor a guard."""
 
 
-class BudgetCapability(AbstractCapability[Any]):
+class BudgetCapability(OfBudget):
     """A budget around each run of an agent: `Agent(..., capabilities=[BudgetCapability(budget)])`.
 
     Args:
         budget: A `Budget` (a fresh guard for each run), a `Guard` (shared), or an `Envelope`.
             None: `Budget(max_iterations=25)`.
+        resume: An earlier run that the first one goes on from: its `Outcome`, its `Snapshot`, or
+            its id in `store`. Its messages are the history where `message_history` is left out.
         options: The options of `kit.Envelope`.
     """
 
     def __init__(
         self,
         budget: Budget | Guard | kit.Envelope | None = None,
+        *,
+        resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[kit.EnvelopeOptions],
     ) -> None:
+        self._resume = resume
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
         self.envelope = kit.envelope_of(budget, default=default, **options)
 
-    def get_ordering(self) -> CapabilityOrdering:
-        """Return the place among other capabilities."""
-        return OUTERMOST
-
-    def get_toolset(self) -> Any:
-        """Return the tools of the budget."""
-        return toolset_of(self.envelope)
-
-    async def for_run(self, ctx: Any) -> AbstractCapability[Any]:
+    async def for_run(self, ctx: Any) -> BoundedRun:
         """Return the capability of one run."""
-        return BoundedRun(self.envelope, _output_type.get())
+        resume, self._resume = self._resume, None  # of the first run alone
+        return BoundedRun(self.envelope, _output_type.get(), resume)
+
+    def earlier_messages(self) -> list[Any]:
+        """Return the history of the run that is to be gone on from."""
+        earlier, store = self._resume, self.envelope.store
+        if isinstance(earlier, str):  # claimed where the run begins
+            earlier = None if store is None else store.load(earlier)
+        return [] if earlier is None else DIALECT.messages(earlier.messages)
 
 
 def outcome(result: Any) -> Outcome:
@@ -82,7 +86,10 @@ def _bounded_iter(self: Any, user_prompt: Any = None, **options: Any) -> Any:
     if options.get("usage_limits") is None:
         # Its 50 requests are a default, and nobody's decision.
         options["usage_limits"] = UsageLimits(request_limit=None)
-    past = options.get("message_history")
+    resumed = (one.earlier_messages() for one in found if isinstance(one, BudgetCapability))
+    past = options.get("message_history") or next((one for one in resumed if one), None)
+    if past:
+        options["message_history"] = past
     if past and user_prompt is None and DIALECT.read(past[-1]).synthetic:
         # Without new words the framework would take the synthetic message for the answer.
         options["message_history"] = past[:-1]

@@ -8,42 +8,19 @@ from contextlib import aclosing
 from typing import Any
 
 from opentelemetry.context import get_current
-from strands import Agent
-from strands.hooks import (
-    AfterModelCallEvent,
-    AfterToolCallEvent,
-    BeforeModelCallEvent,
-    BeforeToolCallEvent,
-)
+from strands import Agent, hooks
 from strands.interrupt import InterruptException
+from strands.middleware import InvokeModelStage
 from strands.types.content import ContentBlock
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 
-from budgetguard_core import BudgetExceeded, RunFencedError
-from budgetguard_core.kit import (
-    Request,
-    Stop,
-    TokenUsage,
-    ToolCall,
-    answered_usage,
-    is_stop,
-    part,
-    run_awaited,
-    token_usage,
-)
-from budgetguard_strands import _seams
-from budgetguard_strands._bounds import bounded, can_be_set, give_back, model_name, named
-from budgetguard_strands._messages import (
-    DIALECT,
-    STOPPED,
-    error_result,
-    is_synthetic,
-    of_stopped,
-    text_of,
-    with_text,
-)
+from budgetguard_core import BudgetExceeded, RunFencedError, Snapshot, kit
+from budgetguard_core.kit import Request, Stop, TokenUsage, ToolCall
+from budgetguard_strands import _bounds, _seams
+from budgetguard_strands import _messages as messages
+from budgetguard_strands._messages import DIALECT
 from budgetguard_strands._opening import ByIdentity
-from budgetguard_strands._run import AgentRun, Paused
+from budgetguard_strands._run import AgentRun
 
 # The provider turned the call away before it did any work.
 _REFUSALS = (ContextWindowOverflowException, ModelThrottledException)
@@ -71,13 +48,13 @@ class Calls:
 
     Attributes:
         runs: The run of each agent that has one.
-        paused: Where the last run of an agent waits for a person, or failed after the answer.
+        paused: The counters of an agent's last run that waits inside of another one.
         watching: The agents of which every model call tells which model it really goes to.
     """
 
     def __init__(self) -> None:
         self.runs: ByIdentity[AgentRun] = ByIdentity()
-        self.paused: ByIdentity[Paused] = ByIdentity()
+        self.paused: ByIdentity[Snapshot] = ByIdentity()
         self.watching: ByIdentity[bool] = ByIdentity()
 
     def going_on(self, agent: Any) -> AgentRun | None:
@@ -86,6 +63,14 @@ class Calls:
         return None if at is None or at.run.ended else at
 
     # Model calls
+
+    def watch(self, agent: Agent, at: AgentRun) -> None:
+        """Put `watched` around the model calls of an agent, where it makes any difference."""
+        # Not before the first run, so that this comes inside of the user's own middleware.
+        wanted = at.changes_requests or _seams.has_model_middleware(agent)
+        if wanted and not self.watching.get(agent):
+            agent.add_middleware(InvokeModelStage, self.watched)
+            self.watching.set(agent, True)
 
     async def watched(self, context: Any, proceed: Callable[[Any], _seams.Events]) -> _seams.Events:
         """Send a call to its model, inside of the user's own middleware: bounded, and pruned.
@@ -98,11 +83,11 @@ class Calls:
             bound = turn.bound()
             at.model = at.copied = context.model
             if turn.fallback_model is not None:
-                at.copied = named(at.copied, turn.fallback_model)
+                at.copied = _bounds.named(at.copied, turn.fallback_model)
             if bound is not None:
-                at.copied = bounded(at.copied, bound)
-            messages = copy.deepcopy(list(turn.messages)) if turn.is_pruned else context.messages
-            context = context.replace(model=at.copied, messages=messages)
+                at.copied = _bounds.bounded(at.copied, bound)
+            sent = copy.deepcopy(list(turn.messages)) if turn.is_pruned else context.messages
+            context = context.replace(model=at.copied, messages=sent)
         async with aclosing(proceed(context)) as events:
             async for event in events:
                 if at is not None:
@@ -111,13 +96,13 @@ class Calls:
                         raise Halt(at)
                 yield event
 
-    async def before_model_call(self, event: BeforeModelCallEvent) -> None:
+    async def before_model_call(self, event: hooks.BeforeModelCallEvent) -> None:
         """Admit a model call, or end the run."""
         agent = event.agent
         at = self.going_on(agent)
         if at is None or event.cancel:
             return
-        at.asked = [one for one in at.asked if one.record.state == "started"]
+        at.asked = [one for one in at.asked if one[1].state == "started"]
         cycle = len(agent.event_loop_metrics.agent_invocations[-1].cycles)
         tools = agent.tool_registry
         request = Request(
@@ -125,18 +110,16 @@ class Calls:
             system=agent.system_prompt,
             # The tools and not their specs, which Strands makes anew each time.
             tools=[*tools.registry.values(), *tools.dynamic_tools.values()],
-            model=model_name(agent.model),
+            model=_bounds.model_name(agent.model),
             retry=at.overflowed or cycle == at.cycle,
-            may_fall_back=bool(self.watching.get(agent)) and can_be_set(agent.model),
+            may_fall_back=bool(self.watching.get(agent)) and _bounds.can_be_set(agent.model),
         )
         at.cycle, at.overflowed = cycle, False
+        at.context = get_current()
         try:
-            turn = await run_awaited(at.session.model(request))
+            turn = await kit.run_awaited(at.session.model(request))
         except RunFencedError as error:
             raise Halt(at, error) from error
-        finally:
-            at.note_warnings()
-            at.context = get_current()
         if isinstance(turn, Stop):
             raise Halt(at)
         at.begin_call(turn)
@@ -146,13 +129,12 @@ class Calls:
             at.nudged = agent.messages[-1]["content"], words
             at.nudged[0].append(words)
 
-    def after_model_call(self, event: AfterModelCallEvent) -> None:
+    def after_model_call(self, event: hooks.AfterModelCallEvent) -> None:
         """Settle a model call, before other hooks see how it ended."""
         agent, response = event.agent, event.stop_response
         at = self.going_on(agent)
         if at is None:
             return
-        at.enter()  # what other hooks start now belongs to the run
         if isinstance(event.exception, ContextWindowOverflowException):
             at.overflowed = True
             if not at.shared and not at.recovered:
@@ -164,15 +146,15 @@ class Calls:
             self.settle(at, event.exception or "no answer")
             return
         message: Any = response.message
-        at.usage = at.usage or part(message.get("metadata"), "usage")
+        at.usage = at.usage or kit.part(message.get("metadata"), "usage")
         self._answered(at, agent, message, str(response.stop_reason) == "max_tokens")
 
-    def after_answer(self, event: AfterModelCallEvent) -> None:
+    def after_answer(self, event: hooks.AfterModelCallEvent) -> None:
         """End a run whose answer its own bound cut off, after the other hooks have seen it."""
         at = self.going_on(event.agent)
         if at is not None and at.cut_off and event.stop_response is not None:
             at.cut_off = False
-            at.written = [text_of(event.stop_response.message)]
+            at.written = [messages.text_of(event.stop_response.message)]
             raise Halt(at)
 
     def _answered(self, at: AgentRun, agent: Agent, message: Any, is_cut: bool) -> None:
@@ -180,7 +162,7 @@ class Calls:
         if turn is None:
             return
         reply, model, bound = DIALECT.read(message), at.model or agent.model, turn.bound()
-        used = token_usage(at.usage)
+        used = kit.token_usage(at.usage)
         if at.usage is None and at.model is None and self.watching.get(agent):
             used = TokenUsage()  # the user's own hook or middleware answered in the model's place
         turn.pieces += at.written
@@ -188,15 +170,16 @@ class Calls:
         if not reply.calls and len(written) > len(reply.text):
             # Its reasoning is paid for, but is no part of what it says.
             size = turn.call.call.input_tokens
-            used = answered_usage(used or turn.call.measured, projected_input=size, written=written)
+            known = used or turn.call.measured
+            used = kit.answered_usage(known, projected_input=size, written=written)
         trip = turn.answered(
             reply,
             used,
             message=message,
-            model=None if model is agent.model else model_name(model),
+            model=None if model is agent.model else _bounds.model_name(model),
             speaker=agent.name,
             # Where the model's own settings are the bound, it is none of the budget's.
-            is_cut=is_cut and bound is not None and bounded(model, bound) is not model,
+            is_cut=is_cut and bound is not None and _bounds.bounded(model, bound) is not model,
         )
         at.cut_off = trip is not None
         self._ended(at)
@@ -213,95 +196,97 @@ class Calls:
             turn.take_back()  # a hook asks a person before it
         else:
             turn.pieces += written
-            turn.call.measured = token_usage(at.usage) or turn.call.measured
+            turn.call.measured = kit.token_usage(at.usage) or turn.call.measured
             turn.failed(error, turned_away=isinstance(error, _REFUSALS))
         self._ended(at)
         at.written = written
 
     def _ended(self, at: AgentRun) -> None:
         if at.copied is not at.model:
-            give_back(at.copied, at.model)
+            _bounds.give_back(at.copied, at.model)
         at.begin_call(None)
         at.within()
-        at.note_warnings()
 
     # Tool calls
 
-    async def offer_tool_call(self, event: BeforeToolCallEvent) -> None:
+    async def offer_tool_call(self, event: hooks.BeforeToolCallEvent) -> None:
         """Admit a tool call before a user's hook asks a person about it."""
         at = self.going_on(event.agent)
         if at is None or event.cancel_tool:
             return  # outside of a run it is the user's own code that calls the tool
-        use: Any = event.tool_use
-        at.leave_call()
+        use, tool = event.tool_use, event.selected_tool
+        kind: kit.ToolKind = "function"
+        if tool is None or getattr(tool, "tool_type", None) == "structured_output":
+            kind = "output"  # an unknown tool has no body that could start; loops of it are seen
+        elif use["name"] == "handoff_to_agent" and at.of_node:
+            kind = "handoff"
+        call = ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)
+        at.within()  # one that went to the background ends elsewhere
         async with at.admitting:  # in the model's order, also where a store is waited for
-            asked = at.session.calls.taken(_tool_call(use, event.selected_tool, at))
-            record = await run_awaited(asked)
-        at.ask(use, record, get_current())
+            try:
+                record = await kit.run_awaited(at.session.calls.taken(call))
+            except InterruptException as error:
+                _seams.interrupts_of(event.agent)[error.interrupt.id] = error.interrupt
+                raise
+        for before in [one for one in at.asked if one[0] is use]:
+            # Another attempt at it takes the place of the first.
+            at.session.calls.postpone(before[1])
+            at.asked.remove(before)
+        at.asked.append((use, record))
         if record.refusal is not None:
             event.cancel_tool = record.refusal
             _seams.ask_nobody(event)
 
-    async def before_tool_call(self, event: BeforeToolCallEvent) -> None:
+    async def before_tool_call(self, event: hooks.BeforeToolCallEvent) -> None:
         """Start a tool call, or give a result in its place, after the other hooks."""
         at = self.going_on(event.agent)
-        asked = None if at is None else at.find(event.tool_use)
-        if at is None or asked is None:
+        record = None if at is None else at.find(event.tool_use)
+        if at is None or record is None:
             return
-        calls, record = at.session.calls, asked.record
+        calls = at.session.calls
+        if record.refusal is None and event.cancel_tool:
+            at.asked = [one for one in at.asked if one[1] is not record]
+            calls.answered_without_body(record, str(event.cancel_tool), kind="cancelled")
+            return
+        if record.refusal is None and not _seams.is_asking(event.agent, event.tool_use):
+            await kit.run_awaited(calls.begin(record))
+            at.within(record)
         if record.refusal is not None:
             event.cancel_tool = record.refusal
-        elif event.cancel_tool:
-            at.asked.remove(asked)
-            calls.answered_without_body(record, str(event.cancel_tool), kind="cancelled")
-        elif not _seams.is_asking(event.agent, event.tool_use):
-            await run_awaited(calls.begin(record))
-            at.note_warnings()
-            if record.refusal is None:
-                at.within(record)
-            else:
-                event.cancel_tool = record.refusal
 
-    def after_tool_call(self, event: AfterToolCallEvent) -> None:
+    def after_tool_call(self, event: hooks.AfterToolCallEvent) -> None:
         """Settle a tool call, with the result that the history gets."""
         at = self.going_on(event.agent)
         if at is None:
             return
-        asked = at.find(event.tool_use)
+        record = at.find(event.tool_use)
         child = getattr(event.selected_tool, "agent", None)
         result: Any = event.result
         failed = result.get("status") == "error"
-        messages = child.messages if isinstance(child, Agent) else ()
-        if messages and is_synthetic(messages[-1]):
+        said = child.messages if isinstance(child, Agent) else ()
+        if said and messages.is_synthetic(said[-1]):
             failed = True
-            result = of_stopped(result, messages)
+            result = messages.of_stopped(result, said)
         elif failed and _is_of_the_stop(at, event):
-            result = error_result(result["toolUseId"], STOPPED)
-        if asked is not None:
+            result = messages.error_result(result["toolUseId"], messages.STOPPED)
+        if record is not None:
             content = result["content"]
             error = event.exception or str(content) if failed else None
-            at.session.calls.finished(asked.record, None if failed else content, error=error)
+            at.session.calls.finished(record, None if failed else content, error=error)
         nudge = at.run.nudge() if at.trip is None else None
         if nudge is not None:
-            result = with_text(result, nudge)
+            result = messages.with_text(result, nudge)
         if result is not event.result:
             event.result = result
-        if asked is not None:
-            asked.record.result = result
+        if record is not None:
+            record.result = result
         at.within()
 
 
-def _is_of_the_stop(at: AgentRun, event: AfterToolCallEvent) -> bool:
+def _is_of_the_stop(at: AgentRun, event: hooks.AfterToolCallEvent) -> bool:
     """Return whether a tool failed because a run inside of it was stopped."""
     # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
     said = None if at.trip is None else str(BudgetExceeded(at.trip))
-    return said is not None and (is_stop(event.exception) or said in str(event.result["content"]))
-
-
-def _tool_call(use: Any, tool: Any, at: AgentRun) -> ToolCall:
-    kind: Any = "function"
-    if tool is None or getattr(tool, "tool_type", None) == "structured_output":
-        kind = "output"  # an unknown tool has no body that could start, and is looked at for loops
-    elif use["name"] == "handoff_to_agent" and at.of_node:
-        kind = "handoff"
-    return ToolCall(name=use["name"], arguments=use["input"], id=use["toolUseId"], kind=kind)
+    return said is not None and (
+        kit.is_stop(event.exception) or said in str(event.result["content"])
+    )

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Trip
-from budgetguard_core.kit import (
-    Envelope,
-    Frame,
-    Run,
-    current,
-    entered,
-    envelope_of,
-    is_stop,
-    opened,
-    part,
-    run_awaited,
-)
+from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Snapshot, Trip, kit
+from budgetguard_core.kit import Envelope, Frame, Run
+from budgetguard_strands.questions import answers_to, ask
 
 KEY = "budgetguard"
 """Where the counters are in an agent's state, and the budget in an invocation's."""
@@ -55,24 +45,6 @@ LAST: ByIdentity[Outcome] = ByIdentity()
 """The outcome of the last run, by its agent, swarm or graph, and by the metrics of its results."""
 
 
-class _Outcomes(ByIdentity[Outcome]):
-    """The outcomes of one provider's runs, which are the last ones of their targets."""
-
-    def set(self, key: Any, value: Outcome) -> None:
-        super().set(key, value)
-        for one in _keys(key):
-            LAST.set(one, value)
-
-    def pop(self, key: Any) -> None:
-        super().pop(key)
-        for one in _keys(key):
-            LAST.pop(one)
-
-
-def _keys(target: Any) -> list[Any]:
-    return [one for one in (target, getattr(target, "event_loop_metrics", None)) if one is not None]
-
-
 class Opened(NamedTuple):
     """A run that has begun."""
 
@@ -97,13 +69,14 @@ class Opener:
         corrections: The correction for the next node of a run of a swarm or graph.
     """
 
-    def __init__(self, envelope: Envelope | None = None) -> None:
+    def __init__(self, envelope: Envelope | None = None, resume: Any = None) -> None:
         # What is a part of a run of this provider has no caps of its own. Without an envelope all
         # is a part of whatever run is around.
         self._part = Envelope(budget=Budget(), on_trip=envelope.on_trip if envelope else "return")
         self.envelope = envelope or self._part
+        self._resume = resume
         self._own: weakref.WeakSet[Run] = weakref.WeakSet()
-        self.outcomes = _Outcomes()
+        self.outcomes: ByIdentity[Outcome] = ByIdentity()
         self.nodes: ByIdentity[Run] = ByIdentity()
         self.trips: ByIdentity[Trip] = ByIdentity()
         self.corrections: weakref.WeakKeyDictionary[Run, str] = weakref.WeakKeyDictionary()
@@ -117,7 +90,7 @@ class Opener:
         user_spoke: bool,
         waits: bool = False,
         given: Any = None,
-        layer_above: Run | None = None,
+        beside: Any = None,
     ) -> Opened:
         """Open a run; the budget of the invocation takes the place of the provider's own.
 
@@ -128,15 +101,17 @@ class Opener:
             user_spoke: It begins with new words of the user's.
             waits: It goes on in the object that waited for a person.
             given: The input of the run, where that is known.
-            layer_above: The run of another provider on the same target, inside of the same run:
-                what both count is one call.
+            beside: The run of another provider on the same target. The two are no part of each
+                other; only within a third run, what both count is one call of it.
         """
-        self.outcomes.pop(target)
-        self.trips.pop(target)
+        for known in (self.outcomes, self.trips, LAST):
+            known.pop(target)
         node = self.nodes.get(target)
-        around = layer_above or node
-        with nullcontext() if around is None else entered(around.frame()):
-            frame = current()
+        around: Any = kit.FRAME.get() if node is None else node.frame()
+        if beside is not None:
+            around = beside.frame if beside.inside else beside.frame.above
+        with kit.entered(around):
+            frame = kit.current()
             inside = frame is not None and frame.run is not None
             envelope = self.envelope
             if inside and self._is_in(frame):
@@ -146,19 +121,35 @@ class Opener:
             if envelope is self._part and frame is not None and frame.guard.mode != envelope.mode:
                 # Its detection of loops only observes where the run around it does.
                 envelope = replace(envelope, mode=frame.guard.mode)
+            resume = None if inside else self._resume
+            if resume is not None:
+                self._resume = None  # of the first run alone
             manager = getattr(target, "session_manager", target)
-            opening = opened(
+            # The adapter writes there by itself: a run has several attempts.
+            location: Any = SimpleNamespace(get=lambda: kept or None)
+            opening = kit.opened(
                 envelope,
-                _Kept(kept),
+                location,
+                resume=resume,
                 user_spoke=user_spoke,
                 config=invocation_state,
                 given=given,
                 thread=getattr(manager, "session_id", None),
+                asks=ask,
             )
-            run, resumed = await run_awaited(opening)
+            run, resumed = await kit.run_awaited(opening)
+        kit.take_answers(run, answers_to(target))
         self._own.add(run)
         shared = isinstance(envelope.budget, Guard)
         return Opened(run, resumed, inside, shared, node is not None)
+
+    def note(self, target: Any, outcome: Outcome) -> None:
+        """Note the outcome of a target's run."""
+        self.outcomes.set(target, outcome)
+        LAST.set(target, outcome)
+        metrics = getattr(target, "event_loop_metrics", None)
+        if metrics is not None:
+            LAST.set(metrics, outcome)
 
     def ended(self, target: Any, at: Any, outcome: Outcome) -> None:
         """Note how the run of a target ended.
@@ -166,7 +157,7 @@ class Opener:
         Raises:
             BudgetExceeded: The caller asked for it, or the stop is that of the run around.
         """
-        self.outcomes.set(target, outcome)
+        self.note(target, outcome)
         run, trip = at.run, at.run.trip
         if trip is None:
             return
@@ -183,7 +174,7 @@ class Opener:
         if isinstance(given, Budget):
             return replace(own, budget=given)
         options = {"on_trip": own.on_trip, "store": own.store, "on_outcome": own.on_outcome}
-        return envelope_of(given, **options)  # type: ignore[arg-type]
+        return kit.envelope_of(given, **options)  # type: ignore[arg-type]
 
     def _is_in(self, frame: Frame | None) -> bool:
         """Return whether a run of this provider is around."""
@@ -194,28 +185,16 @@ class Opener:
         return False
 
 
-class _Kept:
-    """The location of what a run has left; `_ending` writes it: a run has several attempts."""
-
-    keeps: frozenset[str] = frozenset()
-
-    def __init__(self, kept: Any) -> None:
-        self._kept = kept
-
-    def get(self) -> dict[str, Any] | None:
-        """Return the entry, or None; a tool could have written anything into the state."""
-        if not self._kept or self._kept == {"unfinished": None}:
-            return None
-        return {"status": part(self._kept, "unfinished"), "snapshot": part(self._kept, "snapshot")}
-
-    def put(self, entry: dict[str, Any] | None) -> None:
-        """Keep nothing."""
+def entry(status: str, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what is kept of a run, as the kit reads it."""
+    # As text, because the state copies what it keeps each time that it is asked.
+    return {"status": status, "snapshot": snapshot.to_json()}
 
 
 def is_of_a_stop(error: Any) -> bool:
     """Return whether an exception, or what it was raised from, says only that a run was stopped."""
     while isinstance(error, BaseException):
-        if is_stop(error):
+        if kit.is_stop(error):
             return True
         error = error.__cause__
     return False

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
-from strands import Agent
-from strands.hooks import (
-    AfterMultiAgentInvocationEvent,
-    AfterNodeCallEvent,
-    BeforeMultiAgentInvocationEvent,
-    BeforeNodeCallEvent,
-)
+from strands import Agent, hooks
 from strands.multiagent import Swarm
 from strands.multiagent.base import Status
 from strands.multiagent.graph import Graph
 
-from budgetguard_core import RunFencedError
-from budgetguard_core.kit import FRAME, OpenToolCall, Session, ToolCall, run_awaited
-from budgetguard_strands import _ending, _seams
+from budgetguard_core import RunFencedError, kit
+from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, text_of
-from budgetguard_strands._opening import ByIdentity, Opened, Opener, is_of_a_stop
+from budgetguard_strands._opening import ByIdentity, Opened, Opener, entry, is_of_a_stop
+from budgetguard_strands._run import LIMIT
 from budgetguard_strands._seams import FIRST, LAST
 
 _RESUME = (
@@ -45,16 +38,15 @@ class OrchestratorRun:
         inside: The run is a part of another one.
         of_node: It is that of a node of another swarm or graph.
         calls: The nodes that are at work.
-        error: What a node failed with, or that a hook of the user's cancelled one.
-        state: The swarm's or graph's state that asks the budget before its next nodes.
+        error: A node that a hook of the user's cancelled.
     """
 
     def __init__(self, opened: Opened) -> None:
         self.run, resumed, self.inside, _, self.of_node = opened
-        self.session = Session(self.run, DIALECT, resumed=resumed)
-        self.calls: dict[str, OpenToolCall] = {}
+        self.session = kit.Session(self.run, DIALECT, resumed=resumed)
+        self.calls: dict[str, kit.OpenToolCall] = {}
         self.error: BaseException | None = None
-        self.state: Any = None
+        self._state: Any = None
 
     def is_over(self) -> bool:
         """Return whether no node may start any more."""
@@ -68,9 +60,9 @@ class OrchestratorRun:
 
         Neither a swarm nor a graph has a hook that ends it between two nodes.
         """
-        if self.state is state:
+        if self._state is state:
             return
-        self.state, own = state, state.should_continue
+        self._state, own = state, state.should_continue
 
         def should_continue(*args: Any, **kwargs: Any) -> Any:
             return (False, "the run was stopped") if self.is_over() else own(*args, **kwargs)
@@ -79,8 +71,8 @@ class OrchestratorRun:
 
     def ask_no_more(self) -> None:
         """Take that back: the state may live on in the next run."""
-        if self.state is not None and "should_continue" in vars(self.state):
-            del self.state.should_continue
+        if self._state is not None:
+            self._state.__dict__.pop("should_continue", None)
 
 
 class Orchestrators:
@@ -102,26 +94,15 @@ class Orchestrators:
                 self.install(executor)
         if self._attached.get(orchestrator) is None:
             _seams.probe(orchestrator)
-            callbacks = (
-                (BeforeMultiAgentInvocationEvent, self._before, FIRST),
-                (BeforeNodeCallEvent, self._before_node, LAST),
-                (AfterNodeCallEvent, self._after_node, FIRST),
-                (AfterMultiAgentInvocationEvent, self._before_kept, FIRST),
-                (AfterMultiAgentInvocationEvent, self._after, LAST),
-            )
             add: Any = orchestrator.hooks.add_callback
-            for event, callback, order in callbacks:
-                add(event, callback, order=order)
+            add(hooks.BeforeMultiAgentInvocationEvent, self._before, order=FIRST)
+            add(hooks.BeforeNodeCallEvent, self._before_node, order=LAST)
+            add(hooks.AfterNodeCallEvent, self._after_node, order=FIRST)
+            add(hooks.AfterMultiAgentInvocationEvent, self._before_kept, order=FIRST)
+            add(hooks.AfterMultiAgentInvocationEvent, self._after, order=LAST)
             if isinstance(orchestrator, Swarm):
                 self._keep_unfinished(orchestrator)
-            else:
-                self._end_normally(orchestrator)
         self._attached.set(orchestrator, True)
-
-    def remove(self, orchestrator: Graph | Swarm) -> None:
-        """Bound a swarm or graph no more, from its next run on."""
-        if self._attached.get(orchestrator):
-            self._attached.set(orchestrator, False)
 
     def _keep_unfinished(self, swarm: Swarm) -> None:
         """Keep the node to go on with in the session of a stopped swarm.
@@ -139,37 +120,12 @@ class Orchestrators:
         owner: Any = swarm
         owner.serialize_state = serialize_state
 
-    def _end_normally(self, graph: Graph) -> None:
-        """Return a graph's result where a node was left by a stop; Strands raises it.
-
-        Only what runs an agent by itself, in a node of the user's own, is left by one.
-        """
-        own: Any = graph.stream_async
-
-        async def stream_async(*args: Any, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
-            try:
-                async with aclosing(own(*args, **kwargs)) as events:
-                    async for event in events:
-                        yield event
-            except Exception as error:
-                at = self._runs.get(graph)
-                if at is None or not is_of_a_stop(error) or at.run.stopped_by is None:
-                    raise
-                if not at.of_node and (at.inside or at.run.is_to_raise):
-                    raise
-                yield {"type": "multiagent_result", "result": _seams.result_of(graph)}
-
-        owner: Any = graph
-        owner.stream_async = stream_async
-
     # The hooks
 
-    async def _before(self, event: BeforeMultiAgentInvocationEvent) -> None:
+    async def _before(self, event: hooks.BeforeMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         before = self._runs.get(source)
         self._runs.pop(source)
-        if not self._attached.get(source):
-            return
         self.install(source)
         kept = None
         answered = _seams.is_interrupted(source)
@@ -185,7 +141,7 @@ class Orchestrators:
         )
         self._runs.set(source, OrchestratorRun(opened))
 
-    async def _before_node(self, event: BeforeNodeCallEvent) -> None:
+    async def _before_node(self, event: hooks.BeforeNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -199,9 +155,9 @@ class Orchestrators:
             self._opener.nodes.set(executor, at.run)
         if isinstance(source, Graph):
             # A graph's nodes have a task each: nothing of this shows in the caller's context.
-            FRAME.set(at.run.frame())
-        handoff = ToolCall(name=event.node_id, id=event.node_id, kind="handoff")
-        call = await run_awaited(at.session.calls.begin(handoff))
+            kit.FRAME.set(at.run.frame())
+        handoff = kit.ToolCall(name=event.node_id, id=event.node_id, kind="handoff")
+        call = await kit.run_awaited(at.session.calls.begin(handoff))
         if call.refusal is None:
             at.calls[event.node_id] = call
         elif call.trip is not None and isinstance(source, Swarm):
@@ -209,7 +165,7 @@ class Orchestrators:
         # A graph raises for a cancelled node. An agent that is one stops before its first model
         # call, and no nodes follow.
 
-    def _after_node(self, event: AfterNodeCallEvent) -> None:
+    def _after_node(self, event: hooks.AfterNodeCallEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None:
@@ -235,7 +191,7 @@ class Orchestrators:
         if correction:
             self._opener.corrections[at.run] = correction
 
-    async def _before_kept(self, event: AfterMultiAgentInvocationEvent) -> None:
+    async def _before_kept(self, event: hooks.AfterMultiAgentInvocationEvent) -> None:
         """Pause, or give a stopped run its one status, before the session manager looks."""
         source: Any = event.source
         at = self._runs.get(source)
@@ -253,12 +209,12 @@ class Orchestrators:
             return
         if not (run.ended or has_failed(source)):
             paused = at.session.finish(waits=True, resume=_ANSWER)
-            self._opener.outcomes.set(source, await run_awaited(paused))
+            self._opener.note(source, await kit.run_awaited(paused))
         # Also of one that failed after the answer: it can be answered again.
-        kept = {"unfinished": "paused", "snapshot": run.guard.snapshot().to_json()}
+        kept = entry("paused", run.guard.snapshot())
         _seams.kept_with_interrupts(source).update(kept)
 
-    async def _after(self, event: AfterMultiAgentInvocationEvent) -> None:
+    async def _after(self, event: hooks.AfterMultiAgentInvocationEvent) -> None:
         source: Any = event.source
         at = self._runs.get(source)
         if at is None or at.run.ended:
@@ -275,16 +231,16 @@ class Orchestrators:
             if failed is None and getattr(source.state, "failed_nodes", None):
                 failed = RuntimeError("a node failed")
             if failed is None:
-                trip = run.framework_limit(f"{_ending.LIMIT}: the status is FAILED")
+                trip = run.framework_limit(f"{LIMIT}: the status is FAILED")
                 self._runs.pop(source)  # it begins anew, as without a guard
         if trip is not None:
             at.session.stop(trip)
             failed = None if is_of_a_stop(failed) else failed
         step = None if trip is None else "model call"
         ended = at.session.finish(error=failed, next_step=step, resume=_RESUME)
-        outcome = await run_awaited(ended)
+        outcome = await kit.run_awaited(ended)
         if error is not None and leaving is None:
-            self._opener.outcomes.set(source, outcome)
+            self._opener.note(source, outcome)
             raise error
         self._opener.ended(source, at, outcome)
 

@@ -1,47 +1,31 @@
-"""One run of one agent: what is remembered between two of Strands' hooks."""
+"""One run of one agent: what is remembered between two of Strands' hooks, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from contextvars import Token
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from opentelemetry.context import Context
+from strands.hooks import AfterInvocationEvent
+from strands.types._events import EventLoopStopEvent
 
-from budgetguard_core import Guard, Snapshot, Trip
+from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
-from budgetguard_strands._messages import DIALECT, thought
-from budgetguard_strands._opening import ByIdentity, Opened
+from budgetguard_strands import _seams
+from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
+from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
 
 _LOOK_EVERY = 64
+LIMIT = "Strands' own limit ended the run"
+_RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
+_ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
 _summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
-
-
-@dataclass(eq=False, slots=True)
-class Asked:
-    """One tool call of the batch in flight. It is told apart from others by its identity."""
-
-    use: Mapping[str, Any]
-    record: OpenToolCall
-    context: Context
-
-
-class Paused(NamedTuple):
-    """A run of an agent that waits, in the object that it waits in."""
-
-    snapshot: Snapshot
-    inside: bool
-    state: object
-
-    def is_of(self, agent: Any) -> bool:
-        """Return whether an agent still is where the run paused, and was not taken back."""
-        # A snapshot of Strands comes with a state of its own, and with the counters in it; what
-        # is inside of another run has none there.
-        return self.inside or self.state is agent.state
 
 
 class AgentRun:
@@ -51,44 +35,36 @@ class AgentRun:
 
     Attributes:
         session: The life of the run.
-        inside: The run is a part of another one.
-        shared: Its guard was given, and nothing of it is reset.
-        of_node: It is that of a swarm's or graph's node.
-        metrics: Strands' metrics, in which the invocation has its number.
+        inside, shared, of_node: As in `Opened`.
+        invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
-        invocation: That number; a hook that resumes the agent stays in the same invocation.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
-        asked: The tool calls of the batch in flight.
-        admitting: Held while one of them is admitted.
+        asked: The tool calls of the batch in flight. Uses are told apart by identity.
+        bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
         context: OpenTelemetry's context in which the last model call began.
-        unwatch: Ends the watch over the tools that run in the background.
         error: What left the run.
-        output: The structured output that came with the batch in which the run was stopped.
-        limit: The stop that Strands' own limit has made; None where none has.
-        paused: Where the run paused; None while it does not.
+        paused: Its counters where it waits; None while it does not.
+        inner: The frame of the run's code, between two of its steps.
         token: Undoes that the running code is inside of the run; None while it is not.
-        awaiting: The task that waits for the next event of the loop; None while none does.
+        task: The task that waits for the next event of the loop; None while none does.
         due: The run is to be left as soon as it can be.
     """
 
-    def __init__(self, opened: Opened, agent: Any) -> None:
+    def __init__(self, opened: Opened, agent: Any, invocation: tuple[Any, int]) -> None:
         self.run, resumed, self.inside, self.shared, self.of_node = opened
         self.session = Session(self.run, DIALECT, resumed=resumed)
+        self.invocation = invocation
         self.nudged: tuple[list[Any], object] = [], None
-        self.metrics: object = None
-        self.invocation = 0
-        self.resumed = False
-        self.paused: Paused | None = None
+        self.resumed = self.is_left = False
+        self.paused: Snapshot | None = None
         self.error: BaseException | None = None
         self.frame: Frame = self.run.frame()
         self.context: Context | None = None
-        self.unwatch: Callable[[], None] | None = None
-        self.asked: list[Asked] = []
+        self.asked: list[tuple[Mapping[str, Any], OpenToolCall]] = []
+        self.bodies: set[tuple[asyncio.AbstractEventLoop, kit.Scope]] = set()
         self.admitting = asyncio.Lock()
-        self._warned: dict[str, int] = {}
-        self.notices: list[dict[str, Any]] = []
-        self.note_warnings()
-        self.notices.clear()  # they were given before it began
+        self._lineage = [one for nearest in self.run.guards for one in nearest.lineage]
+        self._warned = {one.run_id: len(one.warnings) for one in self._lineage}
         self.begin_attempt()
         summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
         if summarizer is not None:
@@ -114,24 +90,20 @@ class AgentRun:
         """Why the run has to end."""
         return self.session.trip
 
-    # An attempt, and the model call in flight
+    # An attempt, and the calls in flight
 
     def begin_attempt(self) -> None:
         """Forget what only the last attempt was about."""
         self.cycle = -1
-        self.overflowed = self.recovered = self.watched = self.cut_off = False
-        self.limit: Trip | None = None
-        self.output: Any = None
+        self.overflowed = self.recovered = self.cut_off = False
+        self._limit: Trip | None = None
+        self._output: Any = None
         self.inner: Frame = self.frame
         self.token: Token[Frame | None] | None = None
-        self.awaiting: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[Any] | None = None
         self._cancelled = self.due = False
-        self._earlier = self.pieces = 0
+        self._earlier = self._pieces = 0
         self.begin_call(None)
-
-    def pause(self, agent: Any) -> None:
-        """Keep the counters that the run has where it waits."""
-        self.paused = Paused(self.run.guard.snapshot(), self.inside, agent.state)
 
     def begin_call(self, turn: ModelTurn | None) -> None:
         """Forget what the last model call brought, and was sent for it alone."""
@@ -143,6 +115,34 @@ class AgentRun:
         self.copied: Any = None
         self.usage: Any = None
         self.written: list[str] = []
+
+    def find(self, use: Mapping[str, Any]) -> OpenToolCall | None:
+        """Find the open call of a tool use: that very one, or else one of the same id."""
+        going_on = [one for one in self.asked if one[1].result is None]
+        same = [one for one in going_on if one[0]["toolUseId"] == use["toolUseId"]]
+        exact = [one for one in same if one[0] is use]
+        return next((record for _, record in exact or same), None)
+
+    def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
+        """Make the code that follows in this step the body of a call, or of none."""
+        FRAME.set(self.frame if call is None else call.frame)
+
+    # The events
+
+    def enter(self) -> None:
+        """Make the running code a part of the run, for one step."""
+        # The consumer may ask for each event in another task.
+        self.task = asyncio.current_task()
+        if self.token is None:
+            self.token = FRAME.set(self.inner)
+
+    def leave(self) -> None:
+        """Undo that: nothing of it shows in the consumer's context."""
+        self.task = None  # a stream that is left must not hold its consumer
+        if self.token is not None:
+            self.inner = FRAME.get() or self.inner
+            FRAME.reset(self.token)
+            self.token = None
 
     def note(self, event: Any) -> None:
         """Note what an event of the model call in flight says of it, and look at the clock.
@@ -159,95 +159,173 @@ class AgentRun:
                 self.usage = event["event"]["metadata"].get("usage") or self.usage
         self.look()
 
-    def ask(self, use: Mapping[str, Any], record: OpenToolCall, context: Context) -> None:
-        """Note a tool call; another attempt at one takes the place of the first."""
-        for before in [one for one in self.asked if one.use is use]:
-            self.session.calls.postpone(before.record)
-            self.asked.remove(before)
-        self.asked.append(Asked(use, record, context))
-
-    def find(self, use: Mapping[str, Any]) -> Asked | None:
-        """Find the open call of a tool use: that very one, or else one of the same id."""
-        going_on = [one for one in self.asked if one.record.result is None]
-        same = (one for one in going_on if one.use["toolUseId"] == use["toolUseId"])
-        return next((one for one in going_on if one.use is use), None) or next(same, None)
-
-    # The context of the run's code
-
-    def enter(self) -> None:
-        """Make the running code a part of the run, for one step."""
-        if self.token is None:
-            self.token = FRAME.set(self.inner)
-
-    def leave(self) -> None:
-        """Undo that."""
-        if self.token is not None:
-            self.inner = FRAME.get() or self.inner
-            FRAME.reset(self.token)
-            self.token = None
-
-    def within(self, call: OpenModelCall | OpenToolCall | None = None) -> None:
-        """Make the code that follows in this step the body of a call, or of none."""
-        FRAME.set(self.frame if call is None else call.frame)
-
-    def leave_call(self) -> None:
-        """Leave the body of a call of this run: one that went to the background ends elsewhere."""
-        frame = FRAME.get()
-        if frame is not None and frame.run is self.run and frame.call is not None:
-            self.within()
-
-    # The deadline and an abort
-
-    def cut(self) -> None:
-        """End what the run awaits; between two events of a stream it awaits nothing."""
-        self.due = True
-        if self.awaiting is not None and not self._cancelled:
-            self._cancelled = True
-            self._earlier = self.awaiting.cancelling()
-            self.awaiting.cancel()
-
     def look(self) -> None:
         """Look at the clock and for an abort, where the loop gets no turn to tell of them.
 
         Once for many pieces: an answer that is all there when it is late is paid, and kept.
         """
-        self.pieces += 1
-        if self.pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
+        self._pieces += 1
+        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
+
+    def cut(self) -> None:
+        """End what the run awaits; between two events of a stream it awaits nothing."""
+        self.due = True
+        if self.task is not None and not self._cancelled:
+            self._cancelled = True
+            self._earlier = self.task.cancelling()
+            self.task.cancel()
 
     def took_effect(self) -> bool:
         """Return whether a cancellation that came up was the watch's, and take it back if so."""
         if not self._cancelled:
             return False
         self._cancelled = False
-        task = self.awaiting or asyncio.current_task()
+        task = asyncio.current_task()
         # Somebody else may have cancelled the task as well: then it has to stay cancelled.
         return task is not None and task.uncancel() <= self._earlier
 
-    # Warnings
-
-    def note_warnings(self) -> None:
-        """Collect the warnings that were given since the last time, for the stream."""
-        for nearest in self.run.guards:
-            for guard in nearest.lineage:
-                given, known = guard.warnings, self._warned.get(guard.run_id, 0)
-                if len(given) != known:
-                    self._warned[guard.run_id] = len(given)
-                    self.notices += [_notice(guard, one) for one in given[known:]]
-
-    @property
-    def contexts(self) -> list[Context | None]:
-        """OpenTelemetry's contexts in which this cycle's calls began, the innermost first."""
-        return [*(one.context for one in self.asked), self.context]
+    def warnings(self) -> list[dict[str, Any]]:
+        """Return the warnings that were given since the last time, for the stream."""
+        found: list[dict[str, Any]] = []
+        for guard in self._lineage:
+            given, known = guard.warnings, self._warned[guard.run_id]
+            for name in given[known:]:
+                limit = getattr(guard.budget, name, None)
+                used = getattr(guard.usage, name.removeprefix("max_"), None)
+                facts = {"dimension": name, "limit": limit, "used": used}
+                found.append({"run_id": guard.run_id, **facts})
+            self._warned[guard.run_id] = len(given)
+        return found
 
     @property
     def changes_requests(self) -> bool:
-        """True if a budget, here or above, bounds each completion or has a fallback model."""
-        every = (one.budget for nearest in self.run.guards for one in nearest.lineage)
-        return any(one.max_output_tokens_per_call or one.fallback_model for one in every)
+        """True if requests are pruned, or a budget bounds completions or has a fallback model."""
+        every = [one.budget for one in self._lineage]
+        return self.run.envelope.prune is not None or any(
+            one.max_output_tokens_per_call or one.fallback_model for one in every
+        )
+
+    # The end
+
+    async def last_event(self, agent: Any, state: dict[str, Any], event: Any) -> Any | None:
+        """Return the event that ends an attempt, given Strands' own; None where it was stopped."""
+        reason = str(event["stop"][0])
+        # Where a run waits for a person's word, nothing may be left that could run.
+        waits = reason == "interrupt" and any(one.state == "waiting" for _, one in self.asked)
+        if self.trip is not None and reason != "checkpoint" and not waits:
+            self._output = event["stop"][5]
+            return None
+        role = agent.messages[-1]["role"] if agent.messages else None
+        if reason.startswith("limit_"):
+            self._limit = self.run.framework_limit(f"{LIMIT}: {reason}")
+            if self.run.is_enforced:
+                self.session.stop(self._limit)
+                return await self._stopped(agent, state, reason) if role == "user" else event
+        elif reason == "cancelled" and self.run.is_enforced and role == "user":
+            # Strands leaves the history of a run open that a person has cancelled.
+            guard = self.run.guard
+            marks = {"synthetic": True, "stop_reason": "cancelled", "run_id": guard.run_id}
+            message = DIALECT.ending(kit.synthetic_text(guard), marks, None)
+            await _seams.append(agent, message, guard.tree.report)
+        return event
+
+    async def stop(self, agent: Any, state: dict[str, Any]) -> Any:
+        """Close the history of a stopped run, and return the event that ends it.
+
+        Raises:
+            AdapterError: Nothing has stopped it.
+        """
+        trip = self.trip or self.run.check()
+        if trip is None:
+            raise AdapterError("a stopped run must have a trip, got none. Please report this.")
+        _seams.forget_interrupt(agent)
+        return await self._stopped(agent, state, str(trip.reason), "".join(self.written))
+
+    async def _stopped(
+        self, agent: Any, state: dict[str, Any], reason: Any, written: str = ""
+    ) -> Any:
+        last = DIALECT.read(agent.messages[-1]) if agent.messages else None
+        if last is not None and last.role == "assistant" and not last.calls:
+            # Another provider's budget ended the run in the same moment, or an answer or the word
+            # of a hook is there already: no provider takes two of them in a row.
+            message: Any = agent.messages[-1]
+        else:
+            ending = await kit.run_awaited(self.session.close(agent.messages, last_question(agent)))
+            message = ending.message
+            if written:
+                message["content"].insert(0, {"text": written})
+            for one in ending.new:
+                await _seams.append(agent, one, self.run.guard.tree.report)
+        request_state = state.setdefault("request_state", {})
+        return EventLoopStopEvent(
+            reason, message, agent.event_loop_metrics, request_state, structured_output=self._output
+        )
+
+    async def attempt_over(self, event: AfterInvocationEvent) -> Outcome | None:
+        """Pause where the run waits, and keep the counters, before the session manager looks."""
+        agent, calls, run = event.agent, self.session.calls, self.run
+        reason = None if event.result is None else str(event.result.stop_reason)
+        outcome = None
+        if reason in ("interrupt", "checkpoint"):
+            if self.trip is None:
+                # They are asked for anew after the answer. Where others of the batch were refused,
+                # they hold their places, or no body of theirs would start any more.
+                calls.close(waits=True)
+            messages = tuple(agent.messages)
+            plain = None if run.envelope.store is None else DIALECT.plain(messages)
+            outcome = await run.in_thread(
+                lambda: run.pause(messages, saved_messages=plain, resume=_ANSWER)
+            )
+            self.paused = run.guard.snapshot()
+        elif self.trip is None and _seams.is_interrupted(agent):
+            # It failed after the answer, and can be answered again. What had started counts.
+            calls.close()
+            for one in calls:
+                calls.finished(one, error=str(self.error or "the run was left"))
+            self.paused = run.guard.snapshot()
+        if not self.inside:
+            kept = None
+            if self.paused is not None:
+                kept = entry("paused", self.paused)
+            elif self.trip is not None:
+                kept = entry("stopped", run.guard.snapshot())
+            if kept or agent.state.get(KEY) is not None:
+                agent.state.set(KEY, kept)
+        return outcome
+
+    async def concluded(self, event: AfterInvocationEvent) -> Outcome:
+        """End the run, after the session manager has kept it."""
+        messages, session, result = event.agent.messages, self.session, event.result
+        error = self.error
+        if self._limit is not None:
+            session.stop(self._limit)
+        elif self.trip is None and result is None:
+            # A hook's before the loop, or of whoever closed the stream: on its way through a
+            # `finally`.
+            error = error or sys.exception()
+        elif self.trip is None and result is not None and result.stop_reason == "cancelled":
+            error = asyncio.CancelledError("the agent was cancelled")
+        if session.ending is not None:
+            # Its conversation manager may have shortened it since.
+            session.ending = replace(session.ending, history=list(messages))
+        final = getattr(result, "structured_output", None)
+        if final is None and error is None:
+            final = text_of(messages[-1]) if messages else ""
+        step = None if session.trip is None else "model call"
+        outcome = await kit.run_awaited(
+            session.finish(messages, final=final, error=error, next_step=step, resume=_RESUME)
+        )
+        if error is not None:
+            kit.remember(error, outcome)
+        return outcome
 
 
-def _notice(guard: Guard, dimension: str) -> dict[str, Any]:
-    limit = getattr(guard.budget, dimension, None)
-    used = getattr(guard.usage, "seconds" if dimension == "max_seconds" else dimension[4:], None)
-    return {"run_id": guard.run_id, "dimension": dimension, "limit": limit, "used": used}
+def is_stopped(agent: Any) -> bool:
+    """Return whether the last word of an agent's history is the assistant's, of a stopped run."""
+    last = agent.messages[-1] if agent.messages else None
+    if last is None or last["role"] != "assistant":
+        return False
+    turn = DIALECT.read(last)
+    kept = agent.state.get(KEY)
+    return turn.synthetic or (kit.part(kept, "status") == "stopped" and not turn.calls)

@@ -1,13 +1,12 @@
 """The private names of Strands that the adapter needs, each looked for when it is attached."""
 
+# ruff: noqa: SLF001
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
-import asyncio
 import functools
-import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
-from importlib import import_module
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeAlias
 
 from opentelemetry import trace
@@ -15,50 +14,29 @@ from opentelemetry.context import Context
 from strands import Agent
 from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.middleware import InvokeModelStage
-from strands.multiagent.graph import Graph
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import Run, Watch
+
+_USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names."
+
+try:
+    from strands.agent._continuation import _STATE_ATTRIBUTE as _CONTINUED
+    from strands.middleware._agent_stream import AgentStreamStage
+except ImportError as error:
+    raise AdapterError(
+        "this release of strands-agents must have a place around a run, got none. The agent would "
+        f"run without its budget. {_USE_ANOTHER}"
+    ) from error
+
+__all__ = ["AgentStreamStage"]
 
 Events: TypeAlias = AsyncGenerator[Any, None]
-Around: TypeAlias = Callable[[Agent, dict[str, Any], Events], Events]
 
 # Outside the range of Strands' own constants (-100 to 100), so that a user's hooks come between.
 FIRST = -1000.0
 LAST = 1000.0
 # Beside the ids of nodes, among which no such one is to be expected.
 _KEPT = "budgetguard.run"
-_CONTINUED = "_continuation_state"
-_CYCLE = "_execute_event_loop_cycle"
-_USE_ANOTHER = "Use a release from 1.62 up to the newest that BudgetGuard names."
-
-
-def wrap_runs(kind: type[Agent], around: Around) -> None:
-    """Wrap every run of a class of agents: `around` sees each event, and ends runs in their place.
-
-    The class is wrapped once. A middleware around the whole stream would be a layer more for each
-    chunk of an answer, and its stage has moved from release to release.
-
-    Raises:
-        AdapterError: This release of Strands has no place for it.
-    """
-    owner = next((one for one in kind.__mro__ if vars(one).get(_CYCLE) is not None), None)
-    if owner is None:
-        raise AdapterError(
-            "this release of strands-agents must have a place around a run, got none. The agent "
-            f"would run without its budget. {_USE_ANOTHER}"
-        )
-    own: Callable[..., Events] = vars(owner)[_CYCLE]
-    if hasattr(own, "ends_runs"):
-        return
-
-    @functools.wraps(own)
-    def cycle(self: Agent, invocation_state: dict[str, Any], *args: Any, **kwargs: Any) -> Events:
-        return around(self, invocation_state, own(self, invocation_state, *args, **kwargs))
-
-    wrapped: Any = cycle
-    wrapped.ends_runs = True
-    setattr(owner, _CYCLE, wrapped)
 
 
 def join_runs_around(join: Callable[[Agent], None]) -> None:
@@ -84,9 +62,12 @@ def join_runs_around(join: Callable[[Agent], None]) -> None:
 
 def has_model_middleware(agent: Agent) -> bool:
     """Return whether a middleware can swap the agent's model for a call, or answer in its place."""
-    registry = getattr(agent, "_middleware_registry", None)
-    handlers = getattr(registry, "_handlers", None)
-    return handlers is None or bool(handlers.get(InvokeModelStage))
+    return bool(agent._middleware_registry._handlers.get(InvokeModelStage))
+
+
+def has_background_tasks(agent: Agent) -> bool:
+    """Return whether an agent's tools may run in the background."""
+    return agent._background_tasks is not None
 
 
 def goes_on(event: AfterInvocationEvent) -> bool:
@@ -96,21 +77,29 @@ def goes_on(event: AfterInvocationEvent) -> bool:
     return ended and bool(getattr(state, "inputs", None))
 
 
-def result_of(graph: Any) -> Any:
-    """Make the result of a graph from the state that it was left in."""
-    return graph._build_result([])  # noqa: SLF001
+async def append(agent: Any, message: Any, report: Callable[[str, Exception], None]) -> None:
+    """Add a message as the agent does: kept by its session manager, seen by every hook.
+
+    What a hook or session manager raises is reported; the run ends all the same.
+    """
+    try:
+        await agent._append_messages(message)
+    except Exception as error:
+        report("message added", error)
 
 
 # Questions to a person
 
 
-def _interrupts(target: Any) -> Any:
-    return getattr(target, "_interrupt_state", None)
-
-
 def is_interrupted(target: Any) -> bool:
     """Return whether an agent, swarm or graph waits for a person, or goes on with the answer."""
-    return bool(getattr(_interrupts(target), "activated", False))
+    return bool(target._interrupt_state.activated)
+
+
+def interrupts_of(target: Any) -> dict[str, Any]:
+    """Return the questions of an agent, swarm or graph to a person, with the answers, by id."""
+    found: dict[str, Any] = target._interrupt_state.interrupts
+    return found
 
 
 def kept_with_interrupts(target: Any) -> dict[str, Any]:
@@ -118,15 +107,15 @@ def kept_with_interrupts(target: Any) -> dict[str, Any]:
 
     Its session keeps it too.
     """
-    context: Any = getattr(_interrupts(target), "context", None)
-    return {} if context is None else context.setdefault(_KEPT, {})
+    kept: dict[str, Any] = target._interrupt_state.context.setdefault(_KEPT, {})
+    return kept
 
 
 def is_asking(agent: Agent, use: Mapping[str, Any]) -> bool:
     """Return whether a hook before ours waits for a person's word on a tool call."""
-    interrupts: Mapping[str, Any] = getattr(_interrupts(agent), "interrupts", None) or {}
     mark = f":before_tool_call:{use['toolUseId']}:"
-    return any(mark in name and one.response is None for name, one in interrupts.items())
+    interrupts = interrupts_of(agent).items()
+    return any(mark in name and one.response is None for name, one in interrupts)
 
 
 class _NoAnswer(str):
@@ -156,7 +145,7 @@ def ask_nobody(event: BeforeToolCallEvent) -> None:
 
 def results_before_interrupt(agent: Agent) -> list[tuple[Any, Any]]:
     """List the tool uses of a batch that had a result when it was interrupted, and the results."""
-    pending = getattr(_interrupts(agent), "pending_tool_execution", None)
+    pending = agent._interrupt_state.pending_tool_execution
     if pending is None:
         return []
     blocks = pending.assistant_message["content"]
@@ -166,78 +155,19 @@ def results_before_interrupt(agent: Agent) -> list[tuple[Any, Any]]:
 
 def forget_interrupt(agent: Agent) -> None:
     """Take back that the agent waits for a person: its run was stopped."""
-    if is_interrupted(agent):
-        agent._interrupt_state.deactivate()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-
-
-# Tools in the background
-
-
-def has_background_tasks(agent: Agent) -> bool:
-    """Return whether an agent's tools may run in the background."""
-    return getattr(agent, "_background_tasks", None) is not None
-
-
-class Bodies:
-    """The bodies of an agent's tools that run in the background: they end with their run."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._tasks: Any = getattr(agent, "_background_tasks", None)
-        self._running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
-
-    async def around(self, context: Any, proceed: Callable[[Any], Events]) -> Events:
-        """Note the task of a body that runs in the background."""
-        task = asyncio.current_task()
-        if task is not None and hasattr(context, "_background_interrupt"):
-            self._running[task] = asyncio.get_running_loop()
-        try:
-            async with aclosing(proceed(context)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            self._running.pop(task, None)  # type: ignore[arg-type]
-
-    def _going_on(self) -> list[str]:
-        known: Any = getattr(self._tasks, "_task_snapshots", tuple)()
-        over = ("completed", "failed", "cancelled")
-        return [one["task_id"] for one in known if one["status"] not in over]
-
-    async def cancel(self) -> None:
-        """Cancel them all; Strands would only no longer wait for those on a loop of its own."""
-        running = dict(self._running)
-        manager: Any = getattr(self._tasks, "_manager", None)
-        if manager is not None:
-            for task in self._going_on():
-                await manager.cancel(task)
-        for body, loop in running.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(body.cancel)
-
-    def watch(self, run: Run) -> Callable[[], None] | None:
-        """Cancel them at the deadline and at an abort, while Strands waits for them.
-
-        With their results Strands goes on, and there the run is stopped.
-
-        Returns:
-            A function that ends the watch; None where there is nothing to wait for.
-        """
-        if not self._going_on():
-            return None
-        cancelling: list[asyncio.Task[None]] = []
-        return Watch(run, lambda: cancelling.append(asyncio.create_task(self.cancel()))).close
+    if agent._interrupt_state.activated:
+        agent._interrupt_state.deactivate()
 
 
 # Spans: Strands ends those of what answers or fails, and no others
 
 
-def end_spans(
-    outer: trace.Span, known: Iterable[Context | None], error: BaseException | None = None
-) -> None:
+def end_spans(outer: trace.Span, known: Context | None, error: BaseException | None = None) -> None:
     """End the spans that a cut run has left open within its own, the innermost first.
 
     Args:
         outer: The span around the run, which Strands ends.
-        known: The contexts that the run's calls began in; tools have tasks of their own.
+        known: The context that its last model call began in.
         error: What came up through the run; None where it is left between two of its events, and
             the span of what was going on is the current one.
     """
@@ -249,33 +179,25 @@ def end_spans(
             spans = [one for one in frame.f_locals.values() if isinstance(one, trace.Span)]
             found = [*reversed(spans), *found]
         step = step.tb_next
-    found += [trace.get_current_span(one) for one in known if one is not None]
+    if known is not None:
+        found.append(trace.get_current_span(known))
     for span in found:
         if span is not outer and span.is_recording():
             span.end()
 
 
 def probe(target: Any) -> None:
-    """Warn, by name, of what an agent, swarm or graph of this release does not have any more."""
-    needs = [(target, "_interrupt_state", "a run that waits for a person counts as ended")]
-    if isinstance(target, Agent):
-        tasks = getattr(target, "_background_tasks", None)
-        outlive = "background tasks outlive a stop"
-        needs += [(tasks, "_manager", outlive), (tasks, "_task_snapshots", outlive)]
-        continued = getattr(import_module("strands.agent._continuation"), "_STATE_ATTRIBUTE", None)
-        if tasks is not None and continued != _CONTINUED:
-            # Set by Strands where it is needed, so only its name can be looked for.
-            _warn(f"AfterInvocationEvent.{_CONTINUED}", "a run ends before its background tasks")
-    elif isinstance(target, Graph):
-        needs.append((target, "_build_result", "a graph that was stopped in a custom node raises"))
-    for owner, name, without in needs:
-        if owner is not None and not hasattr(owner, name):
-            _warn(f"{type(owner).__name__}.{name}", without)
+    """Look for the private names that an agent, swarm or graph needs.
 
-
-def _warn(missing: str, without: str) -> None:
-    warnings.warn(
-        f"this release of strands-agents has no {missing}: {without}. {_USE_ANOTHER}",
-        RuntimeWarning,
-        stacklevel=3,
+    Raises:
+        AdapterError: This release lacks one.
+    """
+    names = ["_interrupt_state"]
+    names += (
+        ["_append_messages", "_background_tasks", "_middleware_registry"]
+        if isinstance(target, Agent)
+        else []
     )
+    missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
+    if missing:
+        raise AdapterError(f"Strands must have {missing[0]}, got a release without. {_USE_ANOTHER}")

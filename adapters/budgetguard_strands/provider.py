@@ -12,7 +12,7 @@ from strands.multiagent.base import MultiAgentBase
 from strands.multiagent.graph import Graph
 from strands.plugins import Plugin
 
-from budgetguard_core import AdapterError, Budget, Guard, Outcome
+from budgetguard_core import AdapterError, Budget, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_strands._agents import AgentHooks
@@ -44,6 +44,9 @@ class BudgetHookProvider(Plugin):
         budget: A `Budget`: each invocation of an agent gets a fresh guard, and a hook that resumes
             the agent only its iterations anew. A `Guard`: shared by reference, nothing resets. An
             `Envelope`: one of the two with its options. None: `Budget(max_iterations=25)`.
+        resume: An earlier run that the first one goes on from: its `Outcome`, its `Snapshot`, or
+            its id in `store`. An agent without messages gets those of that run. What a session or
+            `agent.state` has goes on by itself.
         options: As `Envelope` takes them. With `store`, a stopped or paused run's checkpoint goes
             there; the counters are in `agent.state` anyway. Warnings are in the stream too, as
             `budgetguard_warning` events. `on_trip="raise"` raises after the history was closed
@@ -61,10 +64,12 @@ class BudgetHookProvider(Plugin):
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
+        *,
+        resume: Snapshot | Outcome | str | None = None,
         **options: Unpack[EnvelopeOptions],
     ) -> None:
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
-        self._opener = Opener(envelope_of(budget, default=default, **options))
+        self._opener = Opener(envelope_of(budget, default=default, **options), resume)
         self._agents = AgentHooks(self._opener)
         self._orchestrators = Orchestrators(self._opener, self._agents.install)
         # Nothing that Strands finds by itself: all is registered in `init_agent`.
@@ -75,12 +80,15 @@ class BudgetHookProvider(Plugin):
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register with Strands, for `hooks=[provider]` of an agent, swarm or graph."""
         del kwargs
-        registry.add_callback(AgentInitializedEvent, self._agent_made)
-        registry.add_callback(MultiAgentInitializedEvent, self._orchestrator_made)
+        registry.add_callback(AgentInitializedEvent, self._made)
+        registry.add_callback(MultiAgentInitializedEvent, self._made)
+
+    def _made(self, event: Any) -> None:
+        self.attach(event.agent if hasattr(event, "agent") else event.source)
 
     def init_agent(self, agent: Agent) -> None:
         """Register with Strands, for `plugins=[provider]`."""
-        self._agents.install(agent)
+        self.attach(agent)
 
     def attach(self, target: _Target) -> _Target:
         """Bound an agent, swarm or graph that exists already, and return it.
@@ -98,41 +106,14 @@ class BudgetHookProvider(Plugin):
             self._orchestrators.install(known)
         else:
             raise AdapterError(
-                f"target must be an Agent, Swarm or Graph, got {type(target).__name__}. "
-                "Attach the agents that it uses."
+                f"target must be an Agent, Swarm or Graph, got {type(target).__name__}, which has "
+                "no loop to end. Attach the agents that it uses."
             )
-        return target
-
-    def detach(self, target: _Target) -> _Target:
-        """Bound an agent, swarm or graph no more, and return it; a run on its way ends as bounded.
-
-        The nodes of a swarm or graph are detached, too.
-        """
-        known: Any = target
-        if is_a(known, Graph, Swarm):
-            self._orchestrators.remove(known)
-            for node in known.nodes.values():
-                executor: Any = node.executor
-                self.detach(executor)
-        elif is_a(known, Agent):
-            self._agents.remove(known)
         return target
 
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
         """Return the outcome of the last run of an agent, swarm or graph; None before its end."""
         return self._opener.outcomes.get(target)
-
-    def _agent_made(self, event: AgentInitializedEvent) -> None:
-        if not isinstance(event.agent, Agent):
-            raise AdapterError(
-                f"target must be an Agent, Swarm or Graph, got {type(event.agent).__name__}, "
-                "which has no loop to end. Bound the agents that its tools call."
-            )
-        self._agents.install(event.agent)
-
-    def _orchestrator_made(self, event: MultiAgentInitializedEvent) -> None:
-        if isinstance(event.source, Graph | Swarm):
-            self._orchestrators.install(event.source)
 
 
 def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Outcome:

@@ -77,11 +77,6 @@ class ProgressSignal:
         tripped: The run is to be stopped: nothing changed after the correction.
     """
 
-    __slots__ = (
-        *("_asked", "_begun", "_cause", "_estimate", "_flat", "_same", "_since", "_subgoal"),
-        *("_waiting", "due", "settings", "tripped"),
-    )
-
     def __init__(self, settings: ProgressReports) -> None:
         self.settings = settings
         self.user_turn()
@@ -193,14 +188,7 @@ class ProgressSignal:
 
 
 def read_report(arguments: object) -> ProgressReport | str:
-    """Read the arguments of a call of `report_progress`.
-
-    Args:
-        arguments: What the model passed: an object, or its JSON text.
-
-    Returns:
-        The report, or for the model what is wrong with it.
-    """
+    """Read a report of the model; where that fails, return what is wrong with it, for the model."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -36,8 +36,6 @@ class RateLimiter:
         limit: The settings.
     """
 
-    __slots__ = ("_burst_ns", "_full_at", "_interval_ns", "_lock", "_max_wait_ns", "limit")
-
     def __init__(self, limit: RateLimit) -> None:
         self.limit = limit
         # Rounded up, so that the rate is never passed.

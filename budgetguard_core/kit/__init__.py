@@ -41,12 +41,14 @@ from budgetguard_core.kit.envelope import Envelope, envelope_of, joined
 from budgetguard_core.kit.failed_calls import failed_usage, turned_away
 from budgetguard_core.kit.finalizing import ANSWER_NOW, Answer, LastAnswer, last_answer
 from budgetguard_core.kit.flow import (
+    Chunk,
     Flow,
     Step,
     Streamed,
     in_thread,
     run_awaited,
     run_blocking,
+    run_iterated,
     run_streamed,
 )
 from budgetguard_core.kit.formats import (
@@ -55,6 +57,7 @@ from budgetguard_core.kit.formats import (
     RESPONSES,
     Blocks,
     Message,
+    Responses,
     SyntheticMessage,
     content_text,
     from_plain,
@@ -63,9 +66,11 @@ from budgetguard_core.kit.formats import (
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch, in_words
+from budgetguard_core.kit.history import Call, Turn, close_batch, final_text, in_words, open_calls
 from budgetguard_core.kit.history import close as close_history
+from budgetguard_core.kit.history import end as end_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
+from budgetguard_core.kit.model_turn import ask as ask_model
 from budgetguard_core.kit.options import EnvelopeOptions, OnTrip, ProfileOptions
 from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
@@ -85,7 +90,7 @@ from budgetguard_core.kit.usage import (
     token_usage,
 )
 from budgetguard_core.outcome import ToolCallRecord
-from budgetguard_core.questions import PAUSES, take_answer
+from budgetguard_core.questions import PAUSES, take_answers
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import OpenCall
 from budgetguard_core.stop import LimitQuestion, StopCondition, Violation
@@ -112,6 +117,7 @@ __all__ = [
     "CancellationToken",
     "CheckpointError",
     "CheckpointStore",
+    "Chunk",
     "Clock",
     "Envelope",
     "EnvelopeOptions",
@@ -136,6 +142,7 @@ __all__ = [
     "Prune",
     "Refuse",
     "Request",
+    "Responses",
     "Resume",
     "Run",
     "Scope",
@@ -158,6 +165,7 @@ __all__ = [
     "Violation",
     "Watch",
     "answered_usage",
+    "ask_model",
     "close_batch",
     "close_history",
     "content_text",
@@ -165,12 +173,14 @@ __all__ = [
     "current_call",
     "current_guard",
     "cut_short",
+    "end_history",
     "end_run",
     "entered",
     "envelope_of",
     "estimate",
     "estimate_tokens",
     "failed_usage",
+    "final_text",
     "fingerprint",
     "from_plain",
     "grouped",
@@ -185,6 +195,7 @@ __all__ = [
     "merge_usage",
     "message_text",
     "named",
+    "open_calls",
     "opened",
     "outcome",
     "outcome_of",
@@ -199,12 +210,13 @@ __all__ = [
     "resumed",
     "run_awaited",
     "run_blocking",
+    "run_iterated",
     "run_streamed",
     "sleep",
     "supervised",
     "synthetic_metadata",
     "synthetic_text",
-    "take_answer",
+    "take_answers",
     "to_plain",
     "token_usage",
     "turned_away",

@@ -80,7 +80,7 @@ class Envelope:
             `raise` `BudgetExceeded` with the same outcome. Or a function, which may be async, that
             is asked before a cap stops a run, in a parallel branch too: it gets a `LimitQuestion`
             and returns the caps to raise, such as `{"max_iterations": 40}`, or None for the end as
-            a partial result. `ask` does it by an interrupt of the graph, in LangGraph alone.
+            a partial result. `ask` asks as LangGraph, the Agents SDK or Strands ask a person.
             Nothing is asked of a model or a tool, time stands still, and what tenants and runs
             around leave remains the bound. `max_seconds` and loops do not ask.
         prune: Shortens what is sent, from the first prompt that reached `warn_at` of its model's

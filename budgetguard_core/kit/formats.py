@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -200,7 +201,11 @@ def _converse(block: Message) -> Any:
     result = block.get("toolResult")
     if result is None:
         return block.get("text", block)
-    return str(result.get("toolUseId")), content_text(list(result.get("content") or ()))
+    content = [
+        {"text": json.dumps(one["json"], ensure_ascii=False, default=str)} if "json" in one else one
+        for one in result.get("content") or ()
+    ]
+    return str(result.get("toolUseId")), content_text(content)
 
 
 def _converse_result(call: Call, text: Any) -> Message:

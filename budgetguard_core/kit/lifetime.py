@@ -75,10 +75,12 @@ class Lifetime:
         is_loose: It is single calls that belong together; nobody tells their end.
         user_spoke: The user has spoken, and no call was asked for since.
         conversation: The conversation that it is a run of, where that has a budget.
+        earlier_messages: The history of the run that the user has named to go on from.
         is_of_clients: Its calls are counted where clients send them, below every framework.
     """
 
     is_of_clients = False
+    earlier_messages: Sequence[Any] = ()
 
     def __init__(
         self,

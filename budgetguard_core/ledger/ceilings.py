@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import TypeAlias
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_dollars
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.step import WindowRecord
+from budgetguard_core.ledger.step import WindowRecord, ceiling_name, ceiling_of_text
 from budgetguard_core.ledger.url import Store
-from budgetguard_core.ledger.windows import Account, Window, quoted
+from budgetguard_core.ledger.windows import Account, quoted
 
 _KNOWN_SECONDS = 1.0
+Stored: TypeAlias = Mapping[tuple[str, str], Amount]
+"""Ceilings by key and kind of window."""
 
 
 class Ceilings:
@@ -29,7 +32,7 @@ class Ceilings:
     def __init__(self, connection: Connection, clock: Clock) -> None:
         self._connection = connection
         self._clock = clock
-        self._known: Mapping[tuple[str, str], Amount] | None = None
+        self._known: Stored | None = None
         self._known_ns = 0
 
     def store(self, key: str, ceilings: Mapping[str, Amount | None]) -> None:
@@ -37,16 +40,18 @@ class Ceilings:
 
         def put(store: Store) -> None:
             for kind, ceiling in ceilings.items():
-                store.set_ceiling(key, kind, ceiling)
+                text = None if ceiling is None else " ".join(map(str, ceiling))
+                store.write(ceiling_name(key, kind), text)
 
         self._connection.ask(put)
         self._known = None
 
-    def all(self) -> Mapping[tuple[str, str], Amount]:
+    def all(self) -> Stored:
         """Return all of them, by key and kind."""
-        return self._connection.ask(lambda store: store.ceilings())
+        notes = self._connection.ask(lambda store: store.notes("c:"))
+        return {(name[4:], name[2]): ceiling_of_text(text) for name, text in notes.items()}
 
-    def _recent(self) -> Mapping[tuple[str, str], Amount] | None:
+    def _recent(self) -> Stored | None:
         """Return them as the store said within the last second, or when it last answered."""
         now = self._clock.monotonic_ns()
         if self._known is None or now - self._known_ns > _KNOWN_SECONDS * 1e9:
@@ -67,7 +72,7 @@ class Ceilings:
         windows = account.windows(self._connection.now())
         if stored is None:
             return [Amount(1, 1, 1, 1)] * len(windows)
-        return [ceiling_of(one, stored) for one in windows]
+        return [ceiling_of(one.key, one.label, stored, one.ceiling) for one in windows]
 
     def require(self, account: Account, shown: str) -> None:
         """Refuse a run that nothing would bound.
@@ -93,10 +98,9 @@ class Ceilings:
         )
 
 
-def ceiling_of(window: Window, stored: Mapping[tuple[str, str], Amount]) -> Amount:
-    """Return what holds for a window: its key's own, else the stored default, else its own."""
-    kind = window.label[0]
-    return stored.get((window.key, kind), stored.get(("", kind), window.ceiling))
+def ceiling_of(key: str, label: str, stored: Stored, default: Amount) -> Amount:
+    """Return what holds for a window: its key's own, else the stored default, else another."""
+    return stored.get((key, label[0]), stored.get(("", label[0]), default))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +148,7 @@ class TenantUsage:
     monthly: WindowUsage
 
 
-def usage_of(
-    record: WindowRecord, stored: Mapping[tuple[str, str], Amount], default: Amount | None = None
-) -> WindowUsage:
+def usage_of(record: WindowRecord, stored: Stored, default: Amount | None = None) -> WindowUsage:
     """Return a store's record of a window with the ceiling that holds now.
 
     Args:
@@ -154,17 +156,16 @@ def usage_of(
         stored: The ceilings that the store holds.
         default: Of this process; that of the process that reserved last if left out.
     """
-    kind = record.label[0]
+    spent, reserved = record.spent, record.charged.minus(record.spent)
     given = record.ceiling if default is None else default
-    ceiling = stored.get((record.key, kind), stored.get(("", kind), given))
-    reserved = record.charged.minus(record.spent)
+    ceiling = ceiling_of(record.key, record.label, stored, given)
     return WindowUsage(
         record.key,
         record.label,
-        to_dollars(record.spent.usd),
+        to_dollars(spent.usd),
         to_dollars(reserved.usd),
         to_dollars(ceiling.usd) if ceiling.usd else None,
-        *(record.spent.tokens, reserved.tokens, ceiling.tokens or None),
-        *(record.spent.model_calls, reserved.model_calls, ceiling.model_calls or None),
-        *(record.spent.tool_calls, reserved.tool_calls, ceiling.tool_calls or None),
+        *(spent.tokens, reserved.tokens, ceiling.tokens or None),
+        *(spent.model_calls, reserved.model_calls, ceiling.model_calls or None),
+        *(spent.tool_calls, reserved.tool_calls, ceiling.tool_calls or None),
     )

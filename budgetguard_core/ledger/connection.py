@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
-from budgetguard_core.ledger.sqlite import SqliteLedgerStore
+from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step
 from budgetguard_core.ledger.url import Store
 from budgetguard_core.ledger.windows import Account, Window
@@ -22,32 +23,61 @@ _ATTEMPTS = 3
 class Connection:
     """One store, opened when it is first needed.
 
+    A file is used by one thread at a time. A server is asked by all, and for the main thread by
+    another one, which no signal's handler interrupts between a request and its reply.
+
     Args:
         open_store: Opens it.
         clock: Of this process.
         known: The id of the ledger that is expected; any is accepted at first if left out.
-        pause: Seconds after a failure in which the next step fails at once instead of waiting for
-            the time-out again.
+        timeout: Seconds after a failure in which the next step fails at once instead of waiting
+            for the time-out again.
+        is_server: Whether it is a server, not a file.
     """
 
     def __init__(
-        self, open_store: Callable[[], Store], clock: Clock, known: str = "", pause: float = 1.0
+        self,
+        open_store: Callable[[], Store],
+        clock: Clock,
+        known: str = "",
+        timeout: float = 1.0,
+        *,
+        is_server: bool = False,
     ) -> None:
         self.opener = open_store
+        self.is_server = is_server
         self._clock = clock
         self._known = known
         self._sequence = 0
         self._seen = 0.0
         """The store's clock, when it last was the ledger that is known."""
-        self._pause_ns = int(pause * 1e9)
+        self._timeout = timeout
+        self._pause_ns = int(timeout * 1e9)
         self._failed_ns: int | None = None
         self._failure = LedgerUnreachable("")
         self._store: Store | None = None
-        self._lock = threading.Lock()
         self._skew = 0.0
         self.trips = 0
-        self.holder = uuid.uuid4().hex
-        """This process, in the lists that the store keeps."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._opening = threading.Lock()
+        self._turn = threading.Lock()
+        self._in_thread = InThread()
+
+    def _trip(self, call: Callable[[], _R]) -> _R:
+        """Make a trip, unless one has failed just now."""
+        with nullcontext() if self.is_server else self._turn:
+            failed = self._failed_ns
+            if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
+                raise self._failure.again()
+            try:
+                result = self._in_thread(call) if self.is_server else call()
+            except LedgerUnreachable as error:
+                self._failed_ns, self._failure = self._clock.monotonic_ns(), error.again()
+                raise
+            self._failed_ns = None
+            return result
 
     def store(self) -> Store:
         """Return the store, opened.
@@ -57,10 +87,9 @@ class Connection:
         """
         store = self._store
         if store is None:
-            with self._lock:
+            with self._opening:
                 store = self._store
                 if store is None:
-                    self._fail_fast()
                     try:
                         self._store = store = self._open()
                     except LedgerUnreachable as error:
@@ -69,9 +98,9 @@ class Connection:
         return store
 
     def _open(self) -> Store:
-        opened = self._guarded(self.opener)
+        opened = self._trip(self.opener)
         try:
-            self._meet(self._guarded(opened.identity))
+            self._meet(self._trip(opened.identity))
         except BaseException:
             opened.close()
             raise
@@ -83,39 +112,24 @@ class Connection:
         Raises:
             LedgerChanged: It is another, or an earlier state of the one that is known.
         """
-        known = self._known
+        known, found = self._known, ""
         if known and met.id == known and met.sequence < self._sequence:
+            found = f"at change {self._sequence}, got {met.sequence}: it was rolled back"
+        elif known and met.id != known and (not met.adopted or met.adopted < self._seen):
+            got = met.id or "an empty store"
+            found = f"{known}, got {got}: it was wiped, or is another"
+        if found:
             raise LedgerChanged(
-                f"the ledger must be at change {self._sequence}, got {met.sequence}: it was rolled "
-                "back. Restore it, or accept it as it is with `budgetguard ledger adopt`."
-            )
-        if known and met.id != known and (not met.adopted or met.adopted < self._seen):
-            raise LedgerChanged(
-                f"the ledger must be {known}, got {met.id or 'an empty store'}: it was wiped, or "
-                "is another. Restore it, or accept it as it is with `budgetguard ledger adopt`."
+                f"the ledger must be {found}. Restore it, or accept it as it is with "
+                "`budgetguard ledger adopt`."
             )
         if met.id != known:
             self._known, self._sequence = met.id, met.sequence
 
-    def _fail_fast(self) -> None:
-        failed = self._failed_ns
-        if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
-            raise self._failure.again()
-
-    def _guarded(self, call: Callable[..., _R], *arguments: object) -> _R:
-        try:
-            result = call(*arguments)
-        except LedgerUnreachable as error:
-            self._failed_ns, self._failure = self._clock.monotonic_ns(), error.again()
-            raise
-        self._failed_ns = None
-        return result
-
     def ask(self, call: Callable[[Store], _R]) -> _R:
         """Make one trip that is no step."""
         store = self.store()
-        self._fail_fast()
-        return self._guarded(call, store)
+        return self._trip(lambda: call(store))
 
     def send(self, step: Step) -> Answer:
         """Make one step.
@@ -137,11 +151,10 @@ class Connection:
 
     def _send(self, step: Step) -> Answer:
         store = self.store()
-        self._fail_fast()
         while True:
             self.trips += 1
             known = step._replace(ledger=self._known, sequence=self._sequence)
-            answer = self._guarded(store.step, known)
+            answer = self._trip(partial(store.step, known))
             if answer.status != "foreign":
                 # Of several threads one may set it back: then less is asked of the store.
                 self._sequence = max(self._sequence, answer.sequence)
@@ -173,25 +186,33 @@ class Connection:
         )
 
     def before_fork(self) -> bool:
-        """Leave nothing open that must not cross a fork; return whether `after_fork` is due."""
+        """Close a file, and hold it closed until `after_fork`, which is due where this is True.
+
+        SQLite keeps what it has locked in the memory of the process. A child would believe that it
+        holds the locks of an open file, and the system knows of none: another process that closes
+        the file then takes itself for the last, and what the child commits is lost with the log.
+        """
         store = self._store
-        return isinstance(store, SqliteLedgerStore) and store.before_fork()
+        # A step under way may wait for the file as long as that, and then takes its time.
+        if self.is_server or store is None or not self._turn.acquire(timeout=2 * self._timeout):
+            return False
+        store.close()
+        return True
 
     def after_fork(self) -> None:
         """Go on in the parent process."""
-        if isinstance(self._store, SqliteLedgerStore):
-            self._store.after_fork()
+        self._turn.release()
 
     def forked(self) -> None:
         """Leave the connection to the parent process."""
-        self._lock = threading.Lock()
-        self.holder = uuid.uuid4().hex
+        self._begin()
         if self._store is not None:
             self._store.forked()
 
     def close(self) -> None:
         """Close the connection; the next step opens it again."""
-        with self._lock:
+        with self._opening, self._turn:
             if self._store is not None:
                 self._store.close()
                 self._store = None
+            self._in_thread.close()

@@ -6,11 +6,10 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import parent_process, util
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -23,11 +22,19 @@ from budgetguard_core.ledger.errors import LedgerRefused, Warned
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.reservation import Allowance, Reservation, Reservations
-from budgetguard_core.ledger.runs import AliveRun, AliveRuns, Heartbeat, LedgerRun, Runs
+from budgetguard_core.ledger.runs import Heartbeat, LedgerRun, Runs
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
-from budgetguard_core.ledger.step import HoldRecord
+from budgetguard_core.ledger.step import HoldRecord, Step, WindowRecord
 from budgetguard_core.ledger.url import default_path, parse_url
-from budgetguard_core.ledger.windows import Account, Key, Tenant, as_keys, check_name, zone_of
+from budgetguard_core.ledger.windows import (
+    Account,
+    Key,
+    Tenant,
+    Window,
+    as_keys,
+    check_name,
+    zone_of,
+)
 
 _TENANTS_AT_HAND = 1000
 _ALLOWED_CALLS = 100
@@ -114,20 +121,27 @@ class Ledger:
         self._defaults = self._checked(ceilings)
         self._time_zone = time_zone
         self._timeout = timeout
-        self._allowance = None
-        if on_ledger_error == "allow":
-            most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
-            self._allowance = Allowance(most)
-        self.connection = Connection(address.open, self._clock, ledger_id or "", pause=timeout)
+        most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
+        self._allowance = Allowance(most) if on_ledger_error == "allow" else None
+        self._open = partial(
+            Connection, address.open, self._clock, timeout=timeout, is_server=address.is_server
+        )
+        self.connection = self._open(known=ledger_id or "")
         folder = Path(queue) if queue is not None else default_path().parent / "ledger-queue"
         self._outbox = Outbox(folder / address.fingerprint)
         self._ceilings = Ceilings(self.connection, self._clock)
-        alive = AliveRuns(self.connection, self._clock)
         self._runs = Runs(
-            self.connection, self._outbox, self._ceilings, alive, lambda: self._heartbeat.wake()
+            self.connection, self._outbox, self._ceilings, lambda: self._heartbeat.wake()
         )
         self._heartbeat = Heartbeat(self._runs.tick, self._runs.is_needed)
-        self._reservations_of = lru_cache(_TENANTS_AT_HAND)(self._reservations)
+        self._reservations = Reservations(
+            self.connection,
+            self._outbox,
+            self._allowance,
+            wake=self._heartbeat.wake,
+            warn=self._runs.warn,
+        )
+        self._known_account = lru_cache(_TENANTS_AT_HAND)(self._new_account)
         _LEDGERS.add(self)
 
     def _checked(self, options: CeilingOptions) -> dict[str, Amount]:
@@ -146,11 +160,6 @@ class Ledger:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a Ledger belongs to its process and cannot be pickled. Pass its URL.")
-
-    @property
-    def trips(self) -> int:
-        """Steps that were sent to the store so far."""
-        return self.connection.trips
 
     @property
     def id(self) -> str:
@@ -180,11 +189,8 @@ class Ledger:
             model_calls: How many model calls are made.
             tool_calls: How many tool calls are made.
             reservation_id: A name for this reservation: a retry with the same name is the same
-                reservation, for a day. It stays charged if the store did not answer and nobody
+                reservation, on that day. It stays charged if the store did not answer and nobody
                 tries again.
-
-        Returns:
-            The reservation, to be settled or released.
 
         Raises:
             LedgerRefused: It does not fit, a kill switch is set, or the store cannot be reached
@@ -194,14 +200,12 @@ class Ledger:
         amount = to_amount(usd, tokens, model_calls, tool_calls)
         if model_calls and not usd and not tokens:  # or a used-up ceiling would admit it
             amount = amount._replace(usd=1, tokens=1)
-        name = reservation_id
-        if name is not None:
-            check_name(name, "reservation_id")
-        reservations = self._of(tenant)
-        obtained = reservations.reserve(amount, check_name(run, "run") if run else "", name)
+        name = None if reservation_id is None else check_name(reservation_id, "reservation_id")
+        owner = check_name(run, "run") if run else ""
+        obtained = self._reservations.reserve(self._account(tenant), amount, owner, name)
         if isinstance(obtained, LedgerRefused):
             raise obtained
-        return Reservation(reservations, obtained)
+        return obtained
 
     def attach(
         self,
@@ -223,8 +227,8 @@ class Ledger:
         Raises:
             ConfigurationError: An argument makes no sense.
         """
-        reservations = self._of(tenant)
-        attached = LedgerRun(self._runs, check_name(run, "run"), reservations, on_kill, on_warning)
+        account, name = self._account(tenant), check_name(run, "run")
+        attached = LedgerRun(self._runs, self._reservations, account, name, on_kill, on_warning)
         attached.open()
         return attached
 
@@ -236,22 +240,14 @@ class Ledger:
         Raises:
             ConfigurationError: No ceiling is set for the tenant.
         """
-        self._ceilings.require(self._of(tenant).account, self.url)
+        self._ceilings.require(self._account(tenant), self.url)
 
-    def _of(self, tenant: Tenant) -> Reservations:
+    def _account(self, tenant: Tenant) -> Account:
         known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
-        return self._reservations_of(known)
+        return self._known_account(known)
 
-    def _reservations(self, tenant: Tenant) -> Reservations:
-        keys = as_keys(tenant, self._time_zone)
-        return Reservations(
-            self.connection,
-            Account(keys, self._defaults, self._kinds),
-            self._outbox,
-            allowance=self._allowance,
-            wake=self._heartbeat.wake,
-            warn=self._runs.warn,
-        )
+    def _new_account(self, tenant: Tenant) -> Account:
+        return Account(as_keys(tenant, self._time_zone), self._defaults, self._kinds)
 
     # Ceilings and reports
 
@@ -264,7 +260,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: A figure makes no sense, or is larger than the store can count.
-            LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, self._checked(ceilings))
@@ -274,7 +269,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: The key is no name.
-            LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, dict.fromkeys(self._kinds))
@@ -303,17 +297,18 @@ class Ledger:
         return self._usage(tenant)[0]
 
     def _usage(self, tenant: str | Key) -> list[WindowUsage]:
-        account, stored = self._of(tenant).account, self._ceilings.all()
-        now = self.now()
-        connection = self.connection
-        return [
-            usage_of(connection.ask(methodcaller("window", *one[:2])), stored, one.ceiling)
-            for one in account.windows(now)
-        ]
+        stored, used = self._ceilings.all(), list[WindowUsage]()
+        windows = self._account(tenant).windows(self.now())
+        records = self.connection.ask(lambda store: store.windows(windows[0].key))
+        for window in windows:
+            found = [one for one in records if one[:2] == window[:2]]
+            record = found[0] if found else WindowRecord(window.key, window.label)
+            used.append(usage_of(record, stored, window.ceiling))
+        return used
 
     def windows(self) -> list[WindowUsage]:
         """Return every window that the ledger keeps, with the ceiling that holds now."""
-        stored: Mapping[tuple[str, str], Amount] = self._ceilings.all()
+        stored = self._ceilings.all()
         records = self.connection.ask(lambda store: store.windows())
         return [usage_of(record, stored) for record in records]
 
@@ -321,20 +316,42 @@ class Ledger:
         """Return the reservations that the store keeps: open ones, and those of a day."""
         return self.connection.ask(lambda store: store.holds())
 
+    def expired_holds(self) -> list[HoldRecord]:
+        """Return the reservations that are open for longer than a call takes.
+
+        They stay charged in full until somebody settles them.
+        """
+        now = self.now()
+        return [hold for hold in self.holds() if not hold.closed and hold.expires <= now]
+
+    def settle_hold(self, hold: HoldRecord, spent: Amount | None = None) -> Amount:
+        """Settle a reservation in its holder's place, at full value if no amount is given.
+
+        Nothing that was reported is taken back. A holder that wakes up finds it closed; what it
+        reports then still counts.
+
+        Returns:
+            What is charged now.
+        """
+        windows = tuple(Window(key, label, 0.0, 0.0) for key, label in hold.windows)
+        amount = hold.charge if spent is None else spent
+        step = Step("settle", hold.id, windows, amount, owner=hold.owner)
+        return self.connection.send(step).amount
+
     def check(self) -> list[str]:
         """Compare each window with the sum of its holds; what differs, in words.
 
         Raises:
-            ConfigurationError: Only a SQLite file needs this, and can do it.
-            LedgerUnreachable: The file cannot be used.
+            ConfigurationError: The ledger is not in SQLite.
         """
-        store = self.connection.store()
-        if not isinstance(store, SqliteLedgerStore):
+        if self.connection.is_server:
             raise ConfigurationError(
                 "check needs a ledger in SQLite, got a server, which checks its own files. "
                 "Use sqlite:///file."
             )
-        return store.check()
+        return self.connection.ask(
+            lambda store: store.check() if isinstance(store, SqliteLedgerStore) else []
+        )
 
     def now(self) -> float:
         """Return the store's clock, in seconds since the epoch."""
@@ -346,7 +363,7 @@ class Ledger:
         Returns:
             Its id from now on.
         """
-        store = Connection(self.connection.opener, self._clock)
+        store = self._open()
         try:
             return store.ask(lambda one: one.adopt())
         finally:
@@ -377,7 +394,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
-            LedgerUnreachable: The store does not answer; nothing was stopped.
         """
         flag = flag_of(tenant, run, everything)
         kill = Kill(flag, plain(who), self.now(), plain(why))
@@ -392,7 +408,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
-            LedgerUnreachable: The store does not answer; nothing was revived.
         """
         flag = flag_of(tenant, run, everything)
         self.connection.ask(lambda store: store.write(f"f:{flag}", None))
@@ -400,12 +415,8 @@ class Ledger:
 
     def kills(self) -> list[Kill]:
         """Return the kill switches that are set."""
-        notes = self.connection.ask(lambda store: store.scan("f:"))
+        notes = self.connection.ask(lambda store: store.notes("f:"))
         return [kill_of(name[2:], text) for name, text in sorted(notes.items())]
-
-    def runs(self) -> list[AliveRun]:
-        """Return the runs that processes said they work on, also of processes that went silent."""
-        return self._runs.alive.all()
 
     def beat(self) -> None:
         """Do at once what the heartbeat does every half second."""
@@ -422,7 +433,6 @@ class Ledger:
         """
         self._heartbeat.stop(2 * self._timeout)
         self._runs.finish(2 * self._timeout)
-        self._outbox.close()
         self.connection.close()
 
     def __enter__(self) -> Ledger:

@@ -11,9 +11,8 @@ from typing import Any, TypeVar, cast
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING, Amount
+from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     Answer,
@@ -22,6 +21,8 @@ from budgetguard_core.ledger.step import (
     Status,
     Step,
     WindowRecord,
+    lines_of,
+    pairs_of,
 )
 
 _R = TypeVar("_R")
@@ -29,12 +30,11 @@ _R = TypeVar("_R")
 _FORMAT = "1"
 # Of the advisory lock under which the schema is made: IF NOT EXISTS alone races in the catalogues.
 _MIGRATION = 7305803
-_RECORD = "\x1e"
 _RESERVE = (
     "SELECT * FROM bg_reserve_v1(%s, %s::bigint[], %s::float8, %s, %s, %s, %s, %s::float8, "
-    "%s::float8, %s::bigint[], %s, %s::bigint, %s)"
+    "%s::float8, %s::bigint[], %s, %s::bigint, %s, %s)"
 )
-_SETTLE = "SELECT * FROM bg_settle_v1(%s, %s::bigint[], %s, %s, %s, %s::bigint, %s)"
+_SETTLE = "SELECT * FROM bg_settle_v1(%s, %s::bigint[], %s, %s, %s, %s::bigint, %s, %s)"
 _FORGET = (
     "DELETE FROM bg_holds WHERE id IN (SELECT id FROM bg_holds WHERE closed "
     "AND expires < clock_timestamp() LIMIT 2000 FOR UPDATE SKIP LOCKED)"
@@ -63,23 +63,14 @@ class PostgresLedgerStore:
         timeout: Seconds until a step gives up.
 
     Raises:
-        ConfigurationError: psycopg is missing, or the data base is not UTF-8.
+        ConfigurationError: The data base is not UTF-8.
         LedgerUnreachable: The server does not answer.
     """
 
-    largest_ceiling = LARGEST_CEILING
-
     def __init__(self, url: str, *, timeout: float = 1.0) -> None:
-        try:
-            import psycopg
-            import psycopg_pool
-        except ModuleNotFoundError as error:
-            if error.name not in ("psycopg", "psycopg_pool"):
-                raise
-            raise ConfigurationError(
-                f"a ledger in PostgreSQL needs {error.name}, which is not installed. "
-                'Install the extra from the checkout: pip install ".[postgres]"'
-            ) from None
+        import psycopg
+        import psycopg_pool
+
         self._psycopg: Any = psycopg
         self._pools: Any = psycopg_pool
         logging.getLogger("psycopg.pool").addFilter(_without_arguments)
@@ -87,7 +78,6 @@ class PostgresLedgerStore:
         self._timeout = timeout
         # A little more: the server's own time-outs come first.
         self._class = _bounded(psycopg.Connection, timeout / 2 + 0.1)
-        self._in_thread = InThread()
         self._steps = 0
         self._inherited: list[Any] = []
         self._lock = threading.Lock()
@@ -150,11 +140,11 @@ class PostgresLedgerStore:
                 "Make one with ENCODING 'UTF8'."
             )
         if _format(db) is None:
-            with db.transaction():
-                db.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
-                db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION,))
-                if not _is_made(db):
-                    schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+            db.execute("SET lock_timeout = 0; SET statement_timeout = 0")
+            db.execute("SELECT pg_advisory_lock(%s)", (_MIGRATION,))  # until this connection ends
+            if _format(db) is None:
+                schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+                with db.transaction():
                     db.execute(schema.read_text("utf-8"))
                     db.execute("INSERT INTO bg_notes VALUES('format', %s)", (_FORMAT,))
         found = _format(db)
@@ -166,9 +156,6 @@ class PostgresLedgerStore:
             )
 
     def _ask(self, work: Callable[[Any], _R]) -> _R:
-        return self._in_thread(lambda: self._try_twice(work))
-
-    def _try_twice(self, work: Callable[[Any], _R]) -> _R:
         """Do some work on a connection, and once more on a new one where it was lost.
 
         A server was restarted or has become a replica, or something between has dropped what was
@@ -216,7 +203,7 @@ class PostgresLedgerStore:
         windows = step.windows
         keys = SEPARATOR.join([window.key for window in windows])
         labels = SEPARATOR.join([window.label for window in windows])
-        known = (step.ledger, str(step.sequence), step.owner)
+        known = (step.ledger, str(step.sequence), step.owner, lines_of(windows))
         if step.verb == "settle":
             statement = _SETTLE
             arguments: tuple[str, ...] = (step.id, _array(step.amount), keys, labels, *known)
@@ -279,7 +266,7 @@ class PostgresLedgerStore:
         self.write("id", made)
         return made
 
-    def scan(self, prefix: str) -> dict[str, str]:
+    def notes(self, prefix: str) -> dict[str, str]:
         """Return the notes whose name begins so."""
         end = prefix + "\U0010ffff"
         statement = "SELECT name, text FROM bg_notes WHERE name >= %s AND name < %s"
@@ -292,30 +279,13 @@ class PostgresLedgerStore:
         else:
             self._do(_NOTE, name, text)
 
-    def ceilings(self) -> dict[tuple[str, str], Amount]:
-        """Return the stored ceilings by key and kind; key "" is the default."""
-        rows = self._all("SELECT key, kind, ceiling FROM bg_ceilings")
-        return {(key, kind): Amount(*ceiling) for key, kind, ceiling in rows}
-
-    def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
-        """Store a ceiling, or take it away."""
-        if ceiling is None:
-            self._do("DELETE FROM bg_ceilings WHERE key = %s AND kind = %s", key, kind)
-        else:
-            self._do(
-                "INSERT INTO bg_ceilings VALUES(%s, %s, %s::bigint[]) ON CONFLICT(key, kind) "
-                "DO UPDATE SET ceiling = excluded.ceiling",
-                *(key, kind, _array(ceiling)),
-            )
-
-    def windows(self) -> list[WindowRecord]:
-        """Return every window."""
-        return [_window(row) for row in self._all(f"{_WINDOW} ORDER BY key, label")]
-
-    def window(self, key: str, label: str) -> WindowRecord:
-        """Return one window, also one that was never used."""
-        rows = self._all(f"{_WINDOW} WHERE key = %s AND label = %s", key, label)
-        return _window(rows[0]) if rows else WindowRecord(key, label)
+    def windows(self, key: str = "") -> list[WindowRecord]:
+        """Return every window, or those of one key."""
+        of_one = "key = %s ORDER BY label" if key else "%s = '' ORDER BY key, label"
+        return [
+            WindowRecord(name, label, *[Amount(*vector) for vector in vectors])
+            for name, label, *vectors in self._all(f"{_WINDOW} WHERE {of_one}", key)
+        ]
 
     def holds(self) -> list[HoldRecord]:
         """Return every hold of the last day, and all that are open."""
@@ -324,7 +294,7 @@ class PostgresLedgerStore:
             "extract(epoch FROM expires)::float8, windows FROM bg_holds ORDER BY made"
         )
         return [
-            HoldRecord(name, owner, Amount(*amount), closed, made, expires, _pairs(windows))
+            HoldRecord(name, owner, Amount(*amount), closed, made, expires, pairs_of(windows))
             for name, owner, amount, closed, made, expires, windows in rows
         ]
 
@@ -335,14 +305,12 @@ class PostgresLedgerStore:
             self._inherited.append(self._pool)
         self._pool = None
         self._lock = threading.Lock()
-        self._in_thread = InThread()
 
     def close(self) -> None:
         """Close the connections."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close(timeout=self._timeout)
-        self._in_thread.close()
 
 
 def _without_arguments(record: logging.LogRecord) -> bool:
@@ -383,16 +351,6 @@ def _until(
         return cast("_R", end.value)
 
 
-def _is_made(db: Any) -> bool:
-    # The catalogue itself: what a name means is cached for the whole of a transaction, and this
-    # one began before another process made the tables.
-    (count,) = db.execute(
-        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-        "WHERE c.relname = 'bg_notes' AND n.nspname = ANY(current_schemas(false))"
-    ).fetchone()
-    return bool(count)
-
-
 def _format(db: Any) -> str | None:
     (table,) = db.execute("SELECT to_regclass('bg_notes')").fetchone()
     if table is None:
@@ -404,13 +362,3 @@ def _format(db: Any) -> str | None:
 def _array(figures: Iterable[int]) -> str:
     # psycopg's own lists are slow.
     return "{" + ",".join(map(str, figures)) + "}"
-
-
-def _window(row: Sequence[Any]) -> WindowRecord:
-    key, label, *vectors = row
-    return WindowRecord(key, label, *[Amount(*vector) for vector in vectors])
-
-
-def _pairs(windows: str) -> tuple[tuple[str, str], ...]:
-    keys, _, labels = windows.partition(_RECORD)
-    return tuple(zip(keys.split(SEPARATOR), labels.split(SEPARATOR), strict=True))

@@ -7,12 +7,11 @@ import logging
 import uuid
 from importlib.resources import files
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING_IN_LUA, Amount
+from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
-from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     TOMBSTONE_SECONDS,
@@ -21,6 +20,8 @@ from budgetguard_core.ledger.step import (
     Identity,
     Step,
     WindowRecord,
+    lines_of,
+    pairs_of,
 )
 
 _LOG = logging.getLogger("budgetguard")
@@ -41,26 +42,17 @@ class RedisLedgerStore:
         timeout: Seconds until a step gives up.
 
     Raises:
-        ConfigurationError: The URL makes no sense, or redis-py is missing.
+        ConfigurationError: The URL makes no sense.
         LedgerUnreachable: The server does not answer.
         LedgerError: The server would throw keys away, or is a part of a cluster.
     """
 
-    largest_ceiling = LARGEST_CEILING_IN_LUA
-
     def __init__(self, url: str, *, name: str = "budgetguard", timeout: float = 1.0) -> None:
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.exceptions import NoScriptError, ReadOnlyError
-            from redis.retry import Retry
-        except ModuleNotFoundError as error:
-            if error.name != "redis":
-                raise
-            raise ConfigurationError(
-                "a ledger in Redis needs redis-py, which is not installed. "
-                'Install the extra from the checkout: pip install ".[redis]"'
-            ) from None
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import NoScriptError, ReadOnlyError
+        from redis.retry import Retry
+
         self._url = url
         # redis-py's own defaults hold a caller for a minute: 5 s, and ten attempts. Here a second
         # try on a new connection, within the time-out: a server was restarted or has become a
@@ -78,7 +70,6 @@ class RedisLedgerStore:
         self._class: Any = redis.Redis
         self._prefix = "{" + quote(name, safe="") + "}"
         self._conf, self._flags = f"{self._prefix}:conf", f"{self._prefix}:flags"
-        self._in_thread = InThread()
         self._client = self._connect()
         try:
             self._check_server()
@@ -93,7 +84,7 @@ class RedisLedgerStore:
 
     def _call(self, *command: Any) -> Any:
         try:
-            return self._in_thread(lambda: self._client.execute_command(*command))
+            return self._client.execute_command(*command)
         except self._missing:
             raise
         except self._errors as error:
@@ -129,23 +120,22 @@ class RedisLedgerStore:
     def step(self, step: Step) -> Answer:
         """Apply a step once, in one script."""
         windows = step.windows
-        names = [quote(window.key, safe="") for window in windows]
         keys = [
             self._conf,
             self._flags,
-            f"{self._prefix}:h:{quote(step.id, safe='')}",
-            *[f"{self._prefix}:w:{name}" for name in names],
+            f"{self._prefix}:h:{step.id}",
+            *[f"{self._prefix}:w:{window.key}" for window in windows],
         ]
-        named = " ".join(f"{name} {w.label}" for name, w in zip(names, windows, strict=True))
         arguments: list[Any] = [
             *(step.verb, step.ledger, step.sequence, *step.amount),
             max([window.start for window in windows]),
             min([window.end for window in windows]),
-            *(step.ttl, TOMBSTONE_SECONDS, step.owner, named),
+            *(step.ttl, TOMBSTONE_SECONDS, step.owner, lines_of(windows)),
             *(len(step.flags), len(windows), *step.flags),
         ]
-        for name, window in zip(names, windows, strict=True):
-            arguments += (name, window.label, window.label[0], window.oldest, *window.ceiling)
+        for window in windows:
+            arguments += (window.key, window.label, window.label[0], window.oldest)
+            arguments += window.ceiling
         try:
             got = self._call("EVALSHA", _SHA, len(keys), *keys, *arguments)
         except self._missing:
@@ -179,88 +169,60 @@ class RedisLedgerStore:
         self._call("HSET", self._conf, "id", made, "adopted", repr(self.now()))
         return made
 
-    def _hash_of(self, name: str) -> str:
-        # The switches alone: every process reads all of them, twice a second.
-        return self._flags if name.startswith("f:") else self._conf
-
-    def scan(self, prefix: str) -> dict[str, str]:
+    def notes(self, prefix: str) -> dict[str, str]:
         """Return the notes whose name begins so."""
-        if prefix == "f:":
-            found = self._call("HGETALL", self._flags)
-            return {f"f:{name.decode()}": text.decode() for name, text in found.items()}
-        notes: dict[str, str] = {}
-        cursor: Any = 0
-        while True:
-            cursor, found = self._call("HSCAN", self._conf, cursor, "COUNT", _AT_ONCE)
-            for name, text in found.items():
-                if name.decode().startswith(prefix):
-                    notes[name.decode()] = text.decode()
-            if int(cursor) == 0:
-                return notes
+        # The switches alone have a hash: every process reads all of them, twice a second.
+        where, cut = (self._flags, "f:") if prefix == "f:" else (self._conf, "")
+        found = self._call("HGETALL", where)
+        notes = {cut + name.decode(): text.decode() for name, text in found.items()}
+        return {name: text for name, text in notes.items() if name.startswith(prefix)}
 
     def write(self, name: str, text: str | None) -> None:
         """Set a note, or take it away."""
-        where, name = self._hash_of(name), name.removeprefix("f:")
+        where = self._flags if name.startswith("f:") else self._conf
+        name = name.removeprefix("f:")
         if text is None:
             self._call("HDEL", where, name)
         else:
             self._call("HSET", where, name, text)
 
-    def ceilings(self) -> dict[tuple[str, str], Amount]:
-        """Return the stored ceilings by key and kind; key "" is the default."""
-        found: dict[tuple[str, str], Amount] = {}
-        for name, text in self.scan("c:").items():
-            key, _, kind = name[2:].rpartition(":")
-            found[unquote(key), kind] = Amount(*map(int, text.split()))
-        return found
-
-    def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
-        """Store a ceiling, or take it away."""
-        text = None if ceiling is None else " ".join(map(str, ceiling))
-        self.write(f"c:{quote(key, safe='')}:{kind}", text)
-
-    def windows(self) -> list[WindowRecord]:
-        """Return every window. Looks through all keys of the data base."""
+    def windows(self, key: str = "") -> list[WindowRecord]:
+        """Return every window, looking through all keys of the data base, or those of one."""
         found: list[WindowRecord] = []
-        for name in self._names("w"):
-            key = unquote(name.rpartition(":")[2])
-            fields = self._call("HGETALL", name)
-            found += [_window(key, label.decode(), row) for label, row in fields.items()]
+        for name in [key] if key else self._names("w"):
+            rows = self._call("HGETALL", f"{self._prefix}:w:{name}")
+            for label, row in rows.items():
+                figures = [*map(int, row.split())]
+                amounts = (Amount(*figures[place : place + 4]) for place in (0, 4, 8))
+                found.append(WindowRecord(name, label.decode(), *amounts))
         return sorted(found)
-
-    def window(self, key: str, label: str) -> WindowRecord:
-        """Return one window, also one that was never used."""
-        row = self._call("HGET", f"{self._prefix}:w:{quote(key, safe='')}", label)
-        return WindowRecord(key, label) if row is None else _window(key, label, row)
 
     def holds(self) -> list[HoldRecord]:
         """Return every hold. Looks through all keys; closed ones have no windows any more."""
         found: list[HoldRecord] = []
         for name in self._names("h"):
-            text = self._call("GET", name)
+            text = self._call("GET", f"{self._prefix}:h:{name}")
             if text is not None:  # a tombstone may expire in between
-                found.append(_hold(unquote(name.rpartition(":")[2]), text.decode()))
+                found.append(_hold(name, text.decode()))
         return found
 
     def _names(self, what: str) -> list[str]:
         names: set[str] = set()
         cursor: Any = 0
-        pattern = f"{self._prefix}:{what}:*"
+        prefix = f"{self._prefix}:{what}:"
         while True:
-            cursor, found = self._call("SCAN", cursor, "MATCH", pattern, "COUNT", _AT_ONCE)
-            names.update(name.decode() for name in found)
+            cursor, found = self._call("SCAN", cursor, "MATCH", prefix + "*", "COUNT", _AT_ONCE)
+            names.update(name.decode().removeprefix(prefix) for name in found)
             if int(cursor) == 0:
                 return sorted(names)
 
     def forked(self) -> None:
         """Leave the connections to the parent process; called in a forked child."""
-        self._in_thread = InThread()
         self._client = self._connect()
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-        self._in_thread.close()
 
 
 def _wrong_url() -> ConfigurationError:
@@ -270,17 +232,10 @@ def _wrong_url() -> ConfigurationError:
     )
 
 
-def _window(key: str, label: str, row: bytes) -> WindowRecord:
-    figures = [*map(int, row.split())]
-    amounts = (Amount(*figures[place : place + 4]) for place in (0, 4, 8))
-    return WindowRecord(key, label, *amounts)
-
-
 def _hold(hold_id: str, text: str) -> HoldRecord:
     figures, *memo = text.split(SEPARATOR)
     state, *numbers = figures.split()
-    made, owner, names = memo or ("0", "", "")
-    parts = names.split(" ") if names else []
+    made, owner, windows = memo or ("0", "", "")
     return HoldRecord(
         id=hold_id,
         owner=owner,
@@ -288,7 +243,5 @@ def _hold(hold_id: str, text: str) -> HoldRecord:
         closed=state == "c",
         made=float(made),
         expires=float(numbers[4]) if state == "o" else 0.0,
-        windows=tuple(
-            (unquote(key), label) for key, label in zip(parts[::2], parts[1::2], strict=True)
-        ),
+        windows=pairs_of(windows),
     )

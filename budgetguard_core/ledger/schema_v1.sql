@@ -13,12 +13,10 @@ CREATE TABLE bg_windows(
 CREATE TABLE bg_holds(
   id text COLLATE "C" PRIMARY KEY, amount bigint[] NOT NULL, closed bool NOT NULL,
   made timestamptz NOT NULL, expires timestamptz NOT NULL, owner text NOT NULL,
-  windows text NOT NULL -- keys joined by U+001F, U+001E, labels joined by U+001F
+  windows text NOT NULL -- of each a line: its key, a tab, its label
 ) WITH (fillfactor = 50);
 CREATE INDEX bg_holds_done ON bg_holds(expires) WHERE closed;
-CREATE TABLE bg_ceilings(
-  key text COLLATE "C", kind text COLLATE "C", ceiling bigint[] NOT NULL, PRIMARY KEY(key, kind)
-);
+-- 'format', 'id', 'adopted'; 'f:' and a kill switch; 'c:<kind>:<key>' and the four figures of a ceiling.
 CREATE TABLE bg_notes(name text COLLATE "C" PRIMARY KEY, text text NOT NULL);
 -- A sequence, because a row would make all steps wait for each other.
 CREATE SEQUENCE bg_sequence;
@@ -49,7 +47,7 @@ $$;
 CREATE FUNCTION bg_reserve_v1(
   p_id text, p_amount bigint[], p_ttl float8, p_flags text, p_keys text, p_labels text,
   p_oldest text, p_from float8, p_to float8, p_ceilings bigint[], p_ledger text,
-  p_sequence bigint, p_owner text,
+  p_sequence bigint, p_owner text, p_windows text,
   OUT status text, OUT amount bigint[], OUT at float8, OUT warn int, OUT number bigint
 ) LANGUAGE plpgsql AS $$
 DECLARE
@@ -61,13 +59,13 @@ BEGIN
   status := 'ok'; amount := p_amount; warn := 0; number := 0;
   at := extract(epoch FROM clock_timestamp());
   INSERT INTO bg_holds VALUES(p_id, p_amount, false, clock_timestamp(),
-    clock_timestamp() + make_interval(secs => p_ttl), p_owner, p_keys || E'\x1e' || p_labels)
+    clock_timestamp() + make_interval(secs => p_ttl), p_owner, p_windows)
     ON CONFLICT DO NOTHING;
   IF NOT FOUND THEN
     SELECT * INTO h FROM bg_holds x WHERE x.id = p_id;
     amount := h.amount;
     IF h.closed THEN status := 'closed';
-    ELSIF h.windows <> p_keys || E'\x1e' || p_labels THEN
+    ELSIF h.windows <> p_windows THEN
       status := 'windows'; amount := '{0,0,0,0}';
     END IF;
     RETURN;
@@ -80,10 +78,11 @@ BEGIN
   END IF;
   FOR r IN
     SELECT u.k, u.l, u.oldest, u.o::int, p_ceilings[4 * u.o - 3:4 * u.o] AS given,
-      coalesce(b.ceiling, d.ceiling, p_ceilings[4 * u.o - 3:4 * u.o]) AS ceiling
+      coalesce(string_to_array(coalesce(b.text, d.text), ' ')::bigint[],
+        p_ceilings[4 * u.o - 3:4 * u.o]) AS ceiling
     FROM unnest(ks, ls, string_to_array(p_oldest, E'\x1f')) WITH ORDINALITY u(k, l, oldest, o)
-    LEFT JOIN bg_ceilings b ON b.key = u.k AND b.kind = left(u.l, 1)
-    LEFT JOIN bg_ceilings d ON d.key = '' AND d.kind = left(u.l, 1)
+    LEFT JOIN bg_notes b ON b.name = 'c:' || left(u.l, 2) || u.k
+    LEFT JOIN bg_notes d ON d.name = 'c:' || left(u.l, 2)
     ORDER BY u.o
   LOOP
     LOOP
@@ -122,7 +121,7 @@ END $$;
 
 CREATE FUNCTION bg_settle_v1(
   p_id text, p_amount bigint[], p_keys text, p_labels text, p_ledger text, p_sequence bigint,
-  p_owner text,
+  p_owner text, p_windows text,
   OUT status text, OUT amount bigint[], OUT at float8, OUT warn int, OUT number bigint
 ) LANGUAGE plpgsql AS $$
 DECLARE
@@ -134,7 +133,7 @@ BEGIN
   status := 'ok'; amount := p_amount; warn := 0; number := 0;
   at := extract(epoch FROM clock_timestamp());
   INSERT INTO bg_holds VALUES(p_id, p_amount, true, clock_timestamp(),
-    clock_timestamp() + interval '1 day', p_owner, p_keys || E'\x1e' || p_labels)
+    clock_timestamp() + interval '1 day', p_owner, p_windows)
     ON CONFLICT DO NOTHING;
   IF NOT FOUND THEN
     SELECT * INTO h FROM bg_holds x WHERE x.id = p_id FOR UPDATE;
@@ -144,7 +143,7 @@ BEGIN
       amount := ARRAY[greatest(before[1], p_amount[1]), greatest(before[2], p_amount[2]),
         greatest(before[3], p_amount[3]), greatest(before[4], p_amount[4])];
       IF amount = before THEN RETURN; END IF;
-    ELSIF h.windows <> p_keys || E'\x1e' || p_labels THEN
+    ELSIF h.windows <> p_windows THEN
       status := 'windows'; amount := zero; RETURN;
     END IF;
     UPDATE bg_holds x SET amount = bg_settle_v1.amount, closed = true,

@@ -14,20 +14,23 @@ from typing import Any, TypeVar
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING, ZERO, Amount
+from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     TOMBSTONE_SECONDS,
     Answer,
-    Change,
     Hold,
     HoldRecord,
     Identity,
     Row,
     Step,
     WindowRecord,
+    ceiling_name,
+    ceiling_of_text,
     decide,
+    lines_of,
+    pairs_of,
 )
 from budgetguard_core.ledger.windows import Window, oldest_kept
 
@@ -46,8 +49,6 @@ CREATE TABLE windows(key TEXT, label TEXT, warned INT DEFAULT 0,
     PRIMARY KEY(key, label)) WITHOUT ROWID;
 CREATE TABLE holds(id TEXT PRIMARY KEY, a0 INT, a1 INT, a2 INT, a3 INT, closed INT,
     made REAL, expires REAL, owner TEXT, windows TEXT) WITHOUT ROWID;
-CREATE TABLE ceilings(key TEXT, kind TEXT, l0 INT, l1 INT, l2 INT, l3 INT, PRIMARY KEY(key, kind))
-    WITHOUT ROWID;
 CREATE TABLE notes(name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID;
 """
 _VERSION = 1
@@ -62,7 +63,8 @@ _KEEP_WINDOW = (
     "VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(key, label) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in (*_ROW.split(", "), "warned"))
 )
-_CEILING = "SELECT l0, l1, l2, l3 FROM ceilings WHERE key IN ('', ?) AND kind = ? ORDER BY key DESC"
+_FORGET_WINDOWS = "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?"
+_CEILING = "SELECT text FROM notes WHERE name IN (?, ?) ORDER BY name DESC"  # its own one first
 # More are looked at than can have come in. An index of closed holds by time would be one page more
 # in every settlement.
 _STEPS_BETWEEN_CLEANINGS = 500
@@ -87,9 +89,9 @@ def check_synchronous(given: str) -> str:
 
 
 class SqliteLedgerStore:
-    """A `Store` in a file.
+    """A `Store` in a file, for one thread at a time.
 
-    A signal's handler may raise anywhere in here: what is held is freed by `with`, or by SQLite.
+    A signal's handler may raise anywhere in here: what is held is freed by SQLite.
 
     Args:
         path: The file; it and its folder are made, readable by their owner only.
@@ -103,8 +105,6 @@ class SqliteLedgerStore:
         LedgerUnreachable: The file cannot be used.
     """
 
-    largest_ceiling = LARGEST_CEILING
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -117,19 +117,16 @@ class SqliteLedgerStore:
         self._synchronous = check_synchronous(synchronous)
         self._timeout = timeout
         self._clock = clock or SystemClock()
-        self._mutex = threading.Lock()
         self._db: sqlite3.Connection | None = None
         self._inode: tuple[int, int] = (0, 0)
         self._inherited: list[sqlite3.Connection] = []
         """Connections of the parent process that a fork took along."""
         self._steps = self._kept = 0
         self._cleaned_to = ""
-        self._failed = 0.0
-        self._failure = LedgerUnreachable("")
         try:
             self._write(id)
         except BaseException:
-            self._disconnect()
+            self.close()
             raise
 
     # Connection
@@ -179,26 +176,30 @@ class SqliteLedgerStore:
             return (0, 0)
         return (found.st_dev, found.st_ino)
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        """Close the file; the next step opens it again."""
         db, self._db = self._db, None
         if db is not None:
             db.close()
 
     def _write(self, work: Callable[[sqlite3.Connection], _R]) -> _R:
         """Do some work in a transaction of the only writer; roll back if it fails."""
-        asked = SystemClock.monotonic_ns() / 1e9
-        with self._mutex:
-            if self._failed > asked:  # while this thread waited for its turn
-                raise self._failure.again()
-            try:
-                db = self._begin(SystemClock.monotonic_ns() / 1e9 + self._timeout)
-                result = work(db)
-                db.execute("COMMIT")
-                self._check_point(db)
-            except BaseException as error:
-                self._recover(error)
-                raise
-            return result
+        try:
+            db = self._begin(SystemClock.monotonic_ns() / 1e9 + self._timeout)
+            result = work(db)
+            db.execute("COMMIT")
+            self._check_point(db)
+        except sqlite3.Error as error:
+            if not _is_busy(error):
+                self.close()
+            raise _failure(error, self._timeout) from None
+        except BaseException as error:
+            if isinstance(error, LedgerUnreachable):
+                self.close()  # or each attempt to open it would leave a file open
+            elif self._db is not None and self._db.in_transaction:
+                self._db.execute("ROLLBACK")  # a full disk may have rolled back already
+            raise
+        return result
 
     def _begin(self, deadline: float) -> sqlite3.Connection:
         if self._inherited:
@@ -208,7 +209,7 @@ class SqliteLedgerStore:
             )
         if self._db is not None and self._inode != self._inode_now():
             # Removed or replaced: what is written to it from here on nobody would read.
-            self._disconnect()
+            self.close()
         db = self._db or self._open()
         if db.in_transaction:  # a signal's handler raised while the last one was undone
             db.execute("ROLLBACK")
@@ -218,29 +219,6 @@ class SqliteLedgerStore:
             threading.Event().wait(pause * random.uniform(0.5, 1.5))  # noqa: S311
             pause = min(pause * 1.5, _LONGEST_PAUSE)
         return db
-
-    def _recover(self, error: BaseException) -> None:
-        """Leave nothing half done, and raise what the file's errors mean.
-
-        Raises:
-            LedgerUnreachable: It was an error of the file.
-        """
-        db = self._db
-        if not isinstance(error, sqlite3.Error):
-            if db is not None and db.in_transaction:  # a full disk may have rolled back already
-                db.execute("ROLLBACK")
-            if not isinstance(error, LedgerUnreachable):
-                return
-            self._disconnect()  # or each attempt to open it would leave a file open
-        elif not _is_busy(error):
-            self._disconnect()
-        self._failed = SystemClock.monotonic_ns() / 1e9
-        if isinstance(error, LedgerUnreachable):
-            self._failure = error.again()
-            return
-        failure = _failure(error, self._timeout)
-        self._failure = failure.again()
-        raise failure from None
 
     def _check_point(self, db: sqlite3.Connection) -> None:
         """Write the log back, where it has grown; while no other process commits."""
@@ -266,59 +244,45 @@ class SqliteLedgerStore:
             return Answer("foreign", detail=met, now=now)
         hold = None
         if found[4] is not None:
-            elsewhere = not found[4] and found[5] != _lines(step)
+            elsewhere = not found[4] and found[5] != lines_of(step.windows)
             hold = Hold(Amount(*found[:4]), bool(found[4]), elsewhere)
-        rows: list[Row] = []
-        defaults: list[Amount] = []
-        ceilings: list[Amount] = []
-        for window in step.windows:
-            row = db.execute(_LOOK_AT_WINDOW, window[:2]).fetchone()
-            rows.append(
-                Row() if row is None else Row(Amount(*row[:4]), Amount(*row[4:8]), row[12], False)
-            )
-            defaults.append(ZERO if row is None else Amount(*row[8:12]))
-            if step.verb == "reserve" and hold is None:
-                stored = db.execute(_CEILING, (window.key, window.label[0])).fetchone()
-                ceilings.append(window.ceiling if stored is None else Amount(*stored))
-        flag = "" if step.verb == "settle" else _flag(db, step.flags)
+        taking = step.verb == "reserve"
+        rows = [_row(db, window) for window in step.windows]
+        ceilings = [_ceiling(db, one) for one in step.windows] if taking and hold is None else []
+        flag = _flag(db, step.flags) if taking else ""
         answer, change = decide(step, now, hold, rows, ceilings, flag)
         if change is None:
             return answer._replace(sequence=sequence)
-        if step.verb == "reserve":
-            defaults = [window.ceiling for window in step.windows]
-            for window, row in zip(step.windows, rows, strict=True):
-                if row.is_new:
-                    _begin_window(db, window)
-        self._keep(db, step, answer, change, rows, defaults)
-        return answer._replace(sequence=sequence + 1)
-
-    def _keep(
-        self,
-        db: sqlite3.Connection,
-        step: Step,
-        answer: Answer,
-        change: Change,
-        rows: list[Row],
-        defaults: list[Amount],
-    ) -> None:
         for place, (window, row) in enumerate(zip(step.windows, rows, strict=True)):
             charged, spent = row.charged.plus(change.charged), row.spent.plus(change.spent)
-            if row.is_new and step.verb == "settle":  # it was pruned, or the store has lost it
+            ceiling, warned = row.ceiling, row.warned or bool(answer.warn >> place & 1)
+            if taking:
+                ceiling = window.ceiling
+                if row.is_new:
+                    db.execute(_FORGET_WINDOWS, (window.key, window.label[:2], window.oldest))
+            elif row.is_new:  # it was pruned, or the store has lost it
                 charged = spent = answer.amount
-            warned = bool(row.warned or answer.warn >> place & 1)
-            db.execute(_KEEP_WINDOW, (*window[:2], *charged, *spent, *defaults[place], warned))
-        closed = step.verb == "settle"
-        expires = answer.now + (TOMBSTONE_SECONDS if closed else step.ttl)
+            db.execute(_KEEP_WINDOW, (*window[:2], *charged, *spent, *ceiling, warned))
+        expires = answer.now + (step.ttl if taking else TOMBSTONE_SECONDS)
         db.execute(
             "INSERT INTO holds VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
             "a0 = excluded.a0, a1 = excluded.a1, a2 = excluded.a2, a3 = excluded.a3, "
             "closed = excluded.closed, expires = excluded.expires",
-            (step.id, *answer.amount, closed, answer.now, expires, step.owner, _lines(step)),
+            (
+                step.id,
+                *answer.amount,
+                not taking,
+                answer.now,
+                expires,
+                step.owner,
+                lines_of(step.windows),
+            ),
         )
         db.execute("UPDATE ledger SET sequence = sequence + 1")
         self._kept += 1
         if self._kept % _STEPS_BETWEEN_CLEANINGS == 1:  # an early one, for processes of a few
             self._cleaned_to = _forget_closed(db, answer.now, self._cleaned_to)
+        return answer._replace(sequence=sequence + 1)
 
     # Identity, notes, ceilings, reports
 
@@ -344,7 +308,7 @@ class SqliteLedgerStore:
     def _do(self, statement: str, *arguments: Any) -> list[Any]:
         return self._write(lambda db: db.execute(statement, arguments).fetchall())
 
-    def scan(self, prefix: str) -> dict[str, str]:
+    def notes(self, prefix: str) -> dict[str, str]:
         """Return the notes whose name begins so."""
         statement = "SELECT name, text FROM notes WHERE name >= ? AND name < ?"
         return dict(self._do(statement, prefix, prefix + "\U0010ffff"))
@@ -356,28 +320,14 @@ class SqliteLedgerStore:
         else:
             self._do("INSERT OR REPLACE INTO notes VALUES(?, ?)", name, text)
 
-    def ceilings(self) -> dict[tuple[str, str], Amount]:
-        """Return the stored ceilings by key and kind; key "" is the default."""
-        rows = self._do("SELECT * FROM ceilings")
-        return {(key, kind): Amount(*ceiling) for key, kind, *ceiling in rows}
-
-    def set_ceiling(self, key: str, kind: str, ceiling: Amount | None) -> None:
-        """Store a ceiling, or take it away."""
-        if ceiling is None:
-            self._do("DELETE FROM ceilings WHERE key = ? AND kind = ?", key, kind)
-        else:
-            statement = "INSERT OR REPLACE INTO ceilings VALUES(?, ?, ?, ?, ?, ?)"
-            self._do(statement, key, kind, *ceiling)
-
-    def windows(self) -> list[WindowRecord]:
-        """Return every window."""
-        rows = self._do(f"SELECT key, label, {_ROW} FROM windows ORDER BY key, label")  # noqa: S608
-        return [_window(row) for row in rows]
-
-    def window(self, key: str, label: str) -> WindowRecord:
-        """Return one window, also one that was never used."""
-        rows = self._do(_LOOK_AT_WINDOW, key, label)
-        return _window((key, label, *rows[0][:12])) if rows else WindowRecord(key, label)
+    def windows(self, key: str = "") -> list[WindowRecord]:
+        """Return every window, or those of one key."""
+        statement = f"SELECT key, label, {_ROW} FROM windows WHERE "  # noqa: S608
+        statement += "key = ? ORDER BY label" if key else "? = '' ORDER BY key, label"
+        return [
+            WindowRecord(name, label, Amount(*row[:4]), Amount(*row[4:8]), Amount(*row[8:12]))
+            for name, label, *row in self._do(statement, key)
+        ]
 
     def holds(self) -> list[HoldRecord]:
         """Return every hold of the last day, and all that are open."""
@@ -386,7 +336,7 @@ class SqliteLedgerStore:
             "ORDER BY made"
         )
         return [
-            HoldRecord(name, owner, Amount(*amount), bool(closed), made, expires, _pairs(windows))
+            HoldRecord(name, owner, Amount(*amount), bool(closed), made, expires, pairs_of(windows))
             for name, owner, *amount, closed, made, expires, windows in rows
         ]
 
@@ -397,36 +347,12 @@ class SqliteLedgerStore:
         """
         return self._write(_check)
 
-    def before_fork(self) -> bool:
-        """Close the file, and hold it closed until the fork is over.
-
-        SQLite keeps what it has locked in the memory of the process. A child would believe that it
-        holds the locks of an open file, and the system knows of none: another process that closes
-        the file then takes itself for the last, and what the child commits is lost with the log.
-        """
-        # A step under way may wait for the file as long as that, and then takes its time.
-        if not self._mutex.acquire(timeout=2 * self._timeout):
-            return False
-        with suppress(sqlite3.Error):
-            self._disconnect()
-        return True
-
-    def after_fork(self) -> None:
-        """Release the parent process after a fork."""
-        self._mutex.release()
-
     def forked(self) -> None:
         """Begin anew in a forked child; with a file that is open here nothing can be done."""
         if self._db is not None:
             # Closing it here would drop the locks that the parent relies on.
             self._inherited.append(self._db)
         self._db = None
-        self._mutex = threading.Lock()
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._mutex:
-            self._disconnect()
 
 
 def _version(db: sqlite3.Connection) -> int:
@@ -469,12 +395,17 @@ def _flag(db: sqlite3.Connection, flags: Iterable[str]) -> str:
     return ""
 
 
-def _begin_window(db: sqlite3.Connection, window: Window) -> None:
-    """Forget the windows that a new one makes too old to keep."""
-    db.execute(
-        "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?",
-        (window.key, window.label[:2], window.oldest),
-    )
+def _row(db: sqlite3.Connection, window: Window) -> Row:
+    row = db.execute(_LOOK_AT_WINDOW, window[:2]).fetchone()
+    if row is None:
+        return Row()
+    return Row(Amount(*row[:4]), Amount(*row[4:8]), Amount(*row[8:12]), bool(row[12]), is_new=False)
+
+
+def _ceiling(db: sqlite3.Connection, window: Window) -> Amount:
+    names = (ceiling_name(window.key, window.label), ceiling_name("", window.label))
+    stored = db.execute(_CEILING, names).fetchone()
+    return window.ceiling if stored is None else ceiling_of_text(stored[0])
 
 
 def _forget_closed(db: sqlite3.Connection, now: float, after: str) -> str:
@@ -494,7 +425,7 @@ def _forget_closed(db: sqlite3.Connection, now: float, after: str) -> str:
     db.executemany(
         "UPDATE windows SET f0 = f0 + ?, f1 = f1 + ?, f2 = f2 + ?, f3 = f3 + ? "
         "WHERE key = ? AND label = ?",
-        [(*row[1:5], *pair) for row in rows for pair in _pairs(row[5])],
+        [(*row[1:5], *pair) for row in rows for pair in pairs_of(row[5])],
     )
     db.executemany("DELETE FROM holds WHERE id = ?", [row[:1] for row in rows])
     return last if looked_at == _CLEANED_AT_ONCE else ""
@@ -504,7 +435,7 @@ def _check(db: sqlite3.Connection) -> list[str]:
     charged: dict[tuple[str, str], Amount] = {}
     spent: dict[tuple[str, str], Amount] = {}
     for *amount, closed, windows in db.execute("SELECT a0, a1, a2, a3, closed, windows FROM holds"):
-        for pair in _pairs(windows):
+        for pair in pairs_of(windows):
             charged[pair] = charged.get(pair, ZERO).plus(Amount(*amount))
             if closed:
                 spent[pair] = spent.get(pair, ZERO).plus(Amount(*amount))
@@ -531,20 +462,3 @@ def _check(db: sqlite3.Connection) -> list[str]:
         for key, label in sorted(charged)
         if label >= oldest.get((key, label[0]), "")
     ]
-
-
-def _lines(step: Step) -> str:
-    return "\n".join([f"{window[0]}\t{window[1]}" for window in step.windows])
-
-
-def _pairs(windows: str) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (key, label) for key, _, label in (line.partition("\t") for line in windows.split("\n"))
-    )
-
-
-def _window(row: Iterable[Any]) -> WindowRecord:
-    key, label, *figures = row
-    return WindowRecord(
-        key, label, Amount(*figures[:4]), Amount(*figures[4:8]), Amount(*figures[8:12])
-    )

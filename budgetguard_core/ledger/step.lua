@@ -3,7 +3,7 @@
 -- Figures are written with '%.0f': '..' and tostring give 1.2345678901234e+14 from $100,000 on.
 --
 -- KEYS  conf | flags | the hold | for each window the hash of its key
---       conf has 'id', 'adopted', 'sequence' and ceilings ('c:<key>:<kind>'); flags the switches.
+--       conf has 'id', 'adopted', 'sequence' and ceilings ('c:<kind>:<key>'); flags the switches.
 --       A hold is 'o' or 'c' (closed) and four figures, if open with its expiry and particulars.
 --       A window is charged, spent and default ceiling, four figures each, and whether it warned.
 -- ARGV  verb ledger sequence  four figures  start end ttl tombstone owner windows
@@ -34,7 +34,7 @@ local now = num(at)
 local names = {'id', 'adopted', 'sequence'}
 for i = 1, nw do
   local a = 15 + nf + 8 * (i - 1)
-  names[2 + 2 * i], names[3 + 2 * i] = 'c:' .. A[a + 1] .. ':' .. A[a + 3], 'c::' .. A[a + 3]
+  names[2 + 2 * i], names[3 + 2 * i] = 'c:' .. A[a + 3] .. ':' .. A[a + 1], 'c:' .. A[a + 3] .. ':'
 end
 local conf = call('HMGET', KEYS[1], unpack(names))
 local seq = num(conf[3] or 0)

@@ -90,6 +90,8 @@ class Row(NamedTuple):
 
     charged: Amount = ZERO
     spent: Amount = ZERO
+    ceiling: Amount = ZERO
+    """The default of the process that reserved last."""
     warned: bool = False
     is_new: bool = True
 
@@ -149,6 +151,27 @@ def decide(
             if limit and not row.warned and (used + need) * 5 >= limit * 4:
                 warn |= 1 << place
     return Answer("ok", step.amount, now=now, warn=warn), Change(step.amount, ZERO)
+
+
+def lines_of(windows: Sequence[Window]) -> str:
+    """Return the names of windows as a store keeps them beside a hold."""
+    return "\n".join([f"{window[0]}\t{window[1]}" for window in windows])
+
+
+def pairs_of(lines: str) -> tuple[tuple[str, str], ...]:
+    """Return the key and the label of each window."""
+    parts = (line.partition("\t") for line in lines.split("\n") if line)
+    return tuple((key, label) for key, _, label in parts)
+
+
+def ceiling_name(key: str, label: str) -> str:
+    """Return the name of the note that holds a key's ceiling; key "" is the default of all."""
+    return f"c:{label[0]}:{key}"
+
+
+def ceiling_of_text(text: str) -> Amount:
+    """Read a ceiling as a note holds it: four figures."""
+    return Amount(*map(int, text.split()))
 
 
 class WindowRecord(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 Store: TypeAlias = "SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore"
 """One of the three stores. Every method is one bounded trip, may be called from any thread, may be
 repeated, and raises `LedgerUnreachable` when the store does not answer."""
-_REDIS = frozenset({"redis", "rediss", "unix"})
-_POSTGRES = frozenset({"postgresql", "postgres"})
+_REDIS = ("redis", "rediss", "unix")
+_POSTGRES = ("postgresql", "postgres")
 _OF_REPLIES = ("decode_responses", "encoding", "encoding_errors")
 """Options of redis-py that change what it returns."""
-_OF_LIBPQ = ("service", "host", "hostaddr", "port", "dbname")
+_OF_PLACES = ("db", "options", "service", "host", "hostaddr", "port", "dbname")
+"""Options that name a ledger, as a schema or another server does."""
 
 
 class Address(NamedTuple):
@@ -37,8 +39,9 @@ class Address(NamedTuple):
     fingerprint: str
     """Tells ledgers apart on the disk, without saying which."""
     open: Callable[[], Store]
-    largest_ceiling: int = LARGEST_CEILING
-    windows: str = CALENDAR
+    is_server: bool
+    largest_ceiling: int
+    windows: str
     """The kinds of its windows."""
 
 
@@ -61,8 +64,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
     Raises:
         ConfigurationError: The URL makes no sense, or the driver is missing.
     """
-    if url is None:
-        url = f"sqlite:///{default_path()}"
+    url = f"sqlite:///{default_path()}" if url is None else url
     if not isinstance(url, str):
         raise ConfigurationError(
             f"a ledger must be a URL or a Ledger, got {type(url).__name__}. "
@@ -70,111 +72,87 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         )
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", None
-        if parts.scheme in _POSTGRES and "," in parts.netloc:  # several, each with a port
-            host = parts.netloc.rpartition("@")[2]
-        else:
-            port = parts.port
+        host = parts.netloc.rpartition("@")[2]  # of PostgreSQL several, each with a port
+        if "," not in host:
+            host = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}"
     except ValueError:
         raise _wrong("another") from None
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    shown = f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path}"
-    windows, url = _windows(options, url)
-    name = options.pop("name", "budgetguard") if parts.scheme in _REDIS else ""
-    if name:
-        shown += f"?name={check_name(name, 'name')}"
-    if parts.scheme == "sqlite":
-        path = unquote(parts.path)
-        return _sqlite(parts.netloc, path, options, shown, timeout, clock)._replace(windows=windows)
-    if parts.scheme in _REDIS:
-        _need("redis", "redis", "Redis")
+    windows = options.pop("windows", None)
+    if windows not in (None, "run"):
+        raise ConfigurationError(
+            f"windows must be run, or left out for days and months, got {windows[:20]!r}. "
+            "Use ?windows=run."
+        )
+    scheme, place, largest = parts.scheme, "", LARGEST_CEILING
+    shown = f"{scheme}://{host}{parts.path}"
+    bare = url.partition("?")[0]  # urlunsplit knows no unix://
+    if scheme == "sqlite":
+        shown, open_store = _sqlite(parts.netloc, unquote(parts.path), options, timeout, clock)
+    elif scheme in _REDIS:
+        _need("redis", "Redis", "redis")
         number = parts.path.strip("/")
-        if parts.scheme != "unix" and number and not (number.isascii() and number.isdigit()):
+        if scheme != "unix" and number and not (number.isascii() and number.isdigit()):
             # redis-py would take the first one.
             raise ConfigurationError(
                 f"a data base of Redis must be a number, got {number[:40]!r}. "
                 "Use redis://host:6379/0, and ?name= for several ledgers in it."
             )
-        options = {option: value for option, value in options.items() if option not in _OF_REPLIES}
-        bare = f"{url.partition('?')[0]}?{urlencode(options)}"  # urlunsplit knows no unix://
-
-        def open_redis() -> Store:
-            from budgetguard_core.ledger.redis import RedisLedgerStore
-
-            return RedisLedgerStore(bare, name=name, timeout=timeout)
-
-        return _address(shown, open_redis, _which(options, ("db",)))._replace(
-            largest_ceiling=LARGEST_CEILING_IN_LUA, windows=windows
-        )
-    if parts.scheme in _POSTGRES:
-        _need("psycopg", "postgres", "PostgreSQL")
-
-        def open_postgres() -> Store:
-            from budgetguard_core.ledger.postgres import PostgresLedgerStore
-
-            return PostgresLedgerStore(url, timeout=timeout)
-
-        # Another schema is another ledger; so is another user's data base, where none is named.
-        which = options.pop("options", "") + _which(options, _OF_LIBPQ)
+        name = check_name(options.pop("name", "budgetguard"), "name")
+        shown += f"?name={name}"
+        kept = {option: value for option, value in options.items() if option not in _OF_REPLIES}
+        open_store = partial(_open_redis, f"{bare}?{urlencode(kept)}", name, timeout)
+        largest = LARGEST_CEILING_IN_LUA
+    elif scheme in _POSTGRES:
+        _need("postgres", "PostgreSQL", "psycopg", "psycopg_pool")
+        query = urlencode(options, quote_via=quote)  # libpq takes no + for a space
+        open_store = partial(_open_postgres, f"{bare}?{query}" if query else bare, timeout)
+        # Where no data base is named, it is the user's.
         if not (parts.path.strip("/") or "dbname" in options or "service" in options):
-            which += parts.username or options.get("user", "")
-        return _address(shown, open_postgres, which)._replace(windows=windows)
-    raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
-
-
-def _windows(options: dict[str, str], url: str) -> tuple[str, str]:
-    """Return the kinds of windows that a URL asks for, and the URL without that option."""
-    given = options.pop("windows", None)
-    if given is None:
-        return CALENDAR, url
-    if given != "run":
-        raise ConfigurationError(
-            f"windows must be run, or left out for days and months, got {given[:20]!r}. "
-            "Use ?windows=run."
-        )
-    base, _, query = url.partition("?")
-    rest = "&".join(one for one in query.split("&") if one != "windows=run")
-    return RUN, f"{base}?{rest}" if rest else base
+            place = parts.username or options.get("user", "")
+    else:
+        raise _wrong(f"{scheme[:20]}://" if scheme else "none")
+    place += "".join(f"&{name}={options[name]}" for name in _OF_PLACES if name in options)
+    fingerprint = sha256((shown + place).encode()).hexdigest()[:16]
+    kinds = CALENDAR if windows is None else RUN
+    return Address(shown, fingerprint, open_store, scheme != "sqlite", largest, kinds)
 
 
 def _sqlite(
-    netloc: str,
-    path: str,
-    options: dict[str, str],
-    shown: str,
-    timeout: float,
-    clock: Clock | None,
-) -> Address:
+    netloc: str, path: str, options: dict[str, str], timeout: float, clock: Clock | None
+) -> tuple[str, Callable[[], Store]]:
     synchronous = check_synchronous(options.pop("synchronous", "FULL"))
     if netloc or options or len(path) < 2:
         raise ConfigurationError(
             "a ledger in SQLite must be named sqlite:///file, with synchronous as its only option, "
-            f"got {shown[:80]!r}. Use sqlite:///ledger.sqlite3 or sqlite:////var/lib/ledger.sqlite3."
+            f"got {f'sqlite://{netloc}{path}'[:80]!r}. "
+            "Use sqlite:///ledger.sqlite3 or sqlite:////var/lib/ledger.sqlite3."
         )
     # sqlite:///a is relative and sqlite:////a absolute, as in SQLAlchemy.
     file = Path(path[1:]).absolute()
-
-    def open_sqlite() -> Store:
-        return SqliteLedgerStore(file, synchronous=synchronous, timeout=timeout, clock=clock)
-
-    return _address(f"sqlite:///{file}", open_sqlite)
+    store = partial(SqliteLedgerStore, file, synchronous=synchronous, timeout=timeout, clock=clock)
+    return f"sqlite:///{file}", store
 
 
-def _which(options: dict[str, str], names: tuple[str, ...]) -> str:
-    """Return the options that say which ledger it is."""
-    return "".join(f"&{name}={options[name]}" for name in names if name in options)
+def _open_redis(url: str, name: str, timeout: float) -> Store:
+    from budgetguard_core.ledger.redis import RedisLedgerStore
+
+    return RedisLedgerStore(url, name=name, timeout=timeout)
 
 
-def _address(shown: str, open_: Callable[[], Store], more: str = "") -> Address:
-    return Address(shown, sha256((shown + more).encode()).hexdigest()[:16], open_)
+def _open_postgres(url: str, timeout: float) -> Store:
+    from budgetguard_core.ledger.postgres import PostgresLedgerStore
+
+    return PostgresLedgerStore(url, timeout=timeout)
 
 
-def _need(module: str, extra: str, what: str) -> None:
-    if find_spec(module) is None:
-        raise ConfigurationError(
-            f"a ledger in {what} needs {module}, which is not installed. "
-            f'Install the extra from the checkout: pip install ".[{extra}]"'
-        )
+def _need(extra: str, what: str, *modules: str) -> None:
+    for module in modules:
+        if find_spec(module) is None:
+            raise ConfigurationError(
+                f"a ledger in {what} needs {module}, which is not installed. "
+                f'Install the extra from the checkout: pip install ".[{extra}]"'
+            )
 
 
 def _wrong(got: str) -> ConfigurationError:

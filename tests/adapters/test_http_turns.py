@@ -265,32 +265,3 @@ def test_results_are_read_wherever_they_stand_after_the_reply(path, field, resul
     outcome = transport.outcome
     assert str(outcome.stop_reason) in ("no_progress", "oscillation")
     assert {call.status for call in outcome.tool_calls} == {"completed"}
-
-
-def test_results_that_go_to_the_models_own_code_have_no_words_beside_them():
-    """Anthropic refuses them there."""
-    asked = []
-
-    def answered(request):
-        asked.append(json.loads(request.content)["messages"])
-        caller = {"type": "code_execution_20250825", "tool_id": "srvtoolu_1"}
-        call = {"type": "tool_use", "id": f"toolu_{len(asked)}", "name": "poll", "input": {}}
-        usage = {"input_tokens": 9, "output_tokens": 5}
-        return httpx2.Response(200, json={"content": [{**call, "caller": caller}], "usage": usage})
-
-    transport = BudgetTransport(Budget(max_iterations=9), httpx2.MockTransport(answered))
-    turns = [{"role": "user", "content": "go"}]
-    with httpx2.Client(transport=transport) as client:
-        while len(asked) < 9:
-            ask = {"model": "claude-sonnet-4-5", "max_tokens": 9, "messages": turns}
-            content = client.post("http://provider/v1/messages", json=ask).json()["content"]
-            if content[0]["type"] == "text":
-                break
-            done = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "same"}
-            turns = [
-                *turns,
-                {"role": "assistant", "content": content},
-                {"role": "user", "content": [done]},
-            ]
-    assert str(transport.outcome.stop_reason) == "no_progress"
-    assert asked == [turns[: len(one)] for one in asked]

@@ -9,10 +9,10 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langgraph.checkpoint.memory import InMemorySaver
 
 from budgetguard_core import Budget, FinalizeReserve, Price, PriceBook
-from budgetguard_core.kit import ANSWER_NOW
+from budgetguard_core.kit import ANSWER_NOW, in_words
 from budgetguard_core.testing import MODEL, Script, calls, says
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome
-from budgetguard_langgraph._last import _in_words
+from budgetguard_langgraph._messages import DIALECT
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 from langgraph_graphs import search, sticky, thread, user
 
@@ -76,7 +76,7 @@ def test_a_callback_asks_nothing():
 
 def test_a_conversation_is_told_in_words():
     picture = {"type": "image", "url": "https://example.com/a.png"}
-    said = _in_words(
+    said = in_words(
         [
             SystemMessage("Be brief."),
             SystemMessage("Be brief."),
@@ -85,7 +85,8 @@ def test_a_conversation_is_told_in_words():
             ToolMessage("nothing", tool_call_id="1", name="look"),
             HumanMessage([picture]),
             AIMessage(""),
-        ]
+        ],
+        DIALECT,
     )
     assert [type(one) for one in said] == [SystemMessage, HumanMessage, AIMessage, HumanMessage]
     assert said[2].content == 'I called look with {"at": "it"}.'

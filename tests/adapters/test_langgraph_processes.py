@@ -31,9 +31,9 @@ def ledger(tmp_path):
         time_zone=ZONE,
         timeout=PATIENT,
     )
-    # A call of the scripted model uses 120 tokens.
-    made.set_ceilings("acme", daily_tokens=360)
-    made.set_ceilings("beta", daily_tokens=600)
+    # A call of the scripted model uses 120 tokens, and is asked for with what its prompt may be.
+    made.set_ceilings("acme", daily_tokens=440)
+    made.set_ceilings("beta", daily_tokens=720)
     yield made
     made.close()
 

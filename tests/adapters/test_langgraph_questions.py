@@ -8,11 +8,12 @@ import itertools
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware
+from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, interrupt
 
-from budgetguard_core import Budget, StopReason
+from budgetguard_core import Budget, ConfigurationError, StopReason
 from budgetguard_core.testing import ManualClock
 from budgetguard_core.testing.scripted import Answers
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome
@@ -181,3 +182,113 @@ def test_nothing_of_it_is_in_langchains_log(caplog):
     chat = Chat([SEARCH], Budget(max_iterations=1))
     chat.call(QUESTION)
     assert [one for one in caplog.records if one.name.startswith("langchain")] == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "streamed"])
+@pytest.mark.parametrize("way", ["bounded", "callback", "middleware"])
+def test_a_graph_without_a_checkpointer_asks_nobody(way, mode):
+    chat = Chat([SEARCH], Budget(max_iterations=1), way=way, mode=mode)
+    chat.saver = None
+    with pytest.raises(ConfigurationError, match="needs a graph with a checkpointer"):
+        chat.call(QUESTION)
+    assert chat.model.answers.calls == 0
+
+
+def test_a_model_in_a_chain_asks_nobody():
+    model = scripted_model(Answers(["One."]))
+    chain = model | (lambda reply: reply.content)
+    callback = BudgetCallback(Budget(max_model_calls=1), on_trip="ask")
+    with pytest.raises(ConfigurationError, match="a framework that asks by itself"):
+        chain.invoke("Go.", {"callbacks": [callback]})
+
+
+def test_a_subgraph_asks_by_the_checkpointer_of_its_graph():
+    model = scripted_model(Answers([SEARCH, "Done."]))
+    inner = bounded(create_agent(model, [search]), Budget(max_iterations=1), on_trip="ask")
+    graph = StateGraph(MessagesState)
+    graph.add_node("agent", inner)
+    graph.add_edge(START, "agent")
+    compiled = graph.compile(checkpointer=InMemorySaver())
+    config = {"configurable": {"thread_id": "thread"}}
+    assert asked(compiled.invoke(QUESTION, config)) == [("max_iterations", 1, 1)]
+    result = compiled.invoke(Command(resume={"max_iterations": 9}), config)
+    assert result["messages"][-1].content == "Done."
+
+
+def branches(model, count):
+    """A graph with nodes that ask a model beside each other."""
+
+    def first(state):
+        return {"messages": [model.invoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("first", first)
+    graph.add_edge(START, "first")
+    for number in range(count):
+        graph.add_node(f"branch {number}", first)
+        graph.add_edge("first", f"branch {number}")
+    return graph.compile(checkpointer=InMemorySaver())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("way", ["bounded", "callback"])
+def test_one_answer_serves_all_branches_that_ask_about_a_cap(way, mode):
+    graph = branches(scripted_model(Answers(["Said."])), 3)
+
+    def call(given, caps=1):
+        config, guarded = {"configurable": {"thread_id": "thread"}}, graph
+        budget = Budget(max_model_calls=caps)
+        if way == "bounded":
+            guarded = bounded(graph, budget, on_trip="ask")
+        else:
+            config["callbacks"] = [BudgetCallback(budget, on_trip="ask")]
+        if mode == "sync":
+            return guarded.invoke(given, config)
+        return asyncio.run(guarded.ainvoke(given, config))
+
+    result = call(QUESTION)
+    assert set(asked(result)) == {("max_model_calls", 1, 1)}
+    assert len({one.id for one in of(result)}) == 1
+    result = call(Command(resume={"max_model_calls": 9}))
+    assert not of(result)
+    assert [one.content for one in result["messages"][1:]] == ["Said."] * 4
+    assert outcome(result).usage.model_calls == 4
+
+
+def test_one_answer_has_all_caps_that_branches_ask_about():
+    model = scripted_model(Answers(["Said.", "Said.", SEARCH]))
+    graph = StateGraph(MessagesState)
+
+    def talks(state):
+        return {"messages": [model.invoke(state["messages"])]}
+
+    def searches(state):
+        return {"messages": [("user", StructuredTool.from_function(search).invoke({}))]}
+
+    for name, node in (("before", talks), ("searched", searches)):
+        graph.add_node(name, node)
+        graph.add_edge(START, name)
+    for name, node in (("talks", talks), ("searches", searches)):
+        graph.add_node(name, node)
+        graph.add_edge(["before", "searched"], name)
+    budget = Budget(max_model_calls=1, max_tool_calls=1)
+    agent = bounded(graph.compile(checkpointer=InMemorySaver()), budget, on_trip="ask")
+    config = {"configurable": {"thread_id": "thread"}}
+    result = agent.invoke(QUESTION, config)
+    assert {one[0] for one in asked(result)} == {"max_model_calls", "max_tool_calls"}
+    result = agent.invoke(Command(resume={"max_model_calls": 9, "max_tool_calls": 9}), config)
+    assert not of(result)
+    assert len(result["messages"]) == 5
+
+
+@pytest.mark.parametrize("no", [False, True])
+def test_a_cap_asks_after_the_person_who_approves_the_calls_of_its_batch(no):
+    both = [("search", {"query": "a"}), ("search", {"query": "b"})]
+    layers = [HumanInTheLoopMiddleware(interrupt_on={"search": True})]
+    chat = Chat([both, "Done."], Budget(max_tool_calls=1), layers=layers)
+    assert "action_requests" in of(chat.call(QUESTION))[0].value
+    result = chat.call(Command(resume={"decisions": [{"type": "approve"}] * 2}))
+    assert asked(result) == [("max_tool_calls", 1, 1)]
+    result = chat.call(Command(resume=False if no else {"max_tool_calls": 9}))
+    assert outcome(result).status == ("terminated" if no else "completed")
+    assert outcome(result).usage.tool_calls == (1 if no else 2)

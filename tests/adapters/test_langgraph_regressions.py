@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 import operator
 import subprocess
@@ -612,25 +611,18 @@ async def test_nobody_is_asked_about_a_call_that_the_cap_will_refuse(way, mode):
     assert guard.trip.reason is StopReason.MAX_TOOL_CALLS
 
 
-HAS_MODES = "interrupt_mode" in inspect.signature(HumanInTheLoopMiddleware).parameters
-ASKS = ["batched", *(["per_call"] if HAS_MODES else [])]
-
-
-def reviewed(script, kind):
-    """An agent whose searches a person approves, all of an answer together or each by itself."""
-    mode = {"interrupt_mode": kind} if HAS_MODES else {}
-    ask = HumanInTheLoopMiddleware(interrupt_on={"search": True}, **mode)
+def reviewed(script):
+    """An agent whose searches a person approves, all of an answer together."""
+    ask = HumanInTheLoopMiddleware(interrupt_on={"search": True})
     return create_agent(
         ScriptedChat(script=script), [search], middleware=[ask], checkpointer=InMemorySaver()
     )
 
 
-def approvals(result, kind):
+def approvals(result):
     """The answers that approve what a result asks about, and how many calls that is."""
     asked = [one for one in result.get("__interrupt__", ()) if one.value.get("type") != TYPE]
     yes = {"type": "approve"}
-    if kind == "per_call":
-        return {one.id: yes for one in asked}, len(asked)
     counts = {one.id: len(one.value["action_requests"]) for one in asked}
     answers = {id_: {"decisions": [yes] * count} for id_, count in counts.items()}
     return answers, sum(counts.values())
@@ -638,15 +630,14 @@ def approvals(result, kind):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("kind", ASKS)
 @each_way
-async def test_a_person_is_asked_about_the_calls_within_a_quota_alone(way, kind, mode):
+async def test_a_person_is_asked_about_the_calls_within_a_quota_alone(way, mode):
     replies = [calls(Call("search", "a"), Call("search", "b")), calls(Call("search", "c"))]
     guard = Guard(Budget(tool_quotas={"search": 1}))
-    agent, place = reviewed(Script([*replies, says("Done.")]), kind), thread()
+    agent, place = reviewed(Script([*replies, says("Done.")])), thread()
     with attached(agent, way, guard) as (graph, config):
         result = await run(graph, user(), {**config, **place}, mode)
-        answers, asked = approvals(result, kind)
+        answers, asked = approvals(result)
         assert asked == 1
         result = await run(graph, Command(resume=answers), {**config, **place}, mode)
     assert result["messages"][-1].content == "Done."
@@ -663,10 +654,10 @@ async def test_of_an_answer_past_the_cap_what_was_approved_still_runs(way, mode)
     replies = [calls(Call("search", "a"), Call("search", "b")), says("Done.")]
     guard = Guard(Budget(max_tool_calls=1))
     script = Script(replies)
-    agent, place = reviewed(script, "batched"), thread()
+    agent, place = reviewed(script), thread()
     with attached(agent, way, guard) as (graph, config):
         result = await run(graph, user(), {**config, **place}, mode)
-        answers, asked = approvals(result, "batched")
+        answers, asked = approvals(result)
         assert (asked, guard.trip) == (1, None)
         result = await run(graph, Command(resume=answers), {**config, **place}, mode)
     assert (guard.usage.tool_calls, script.calls) == (1, 1)

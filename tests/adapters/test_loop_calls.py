@@ -258,45 +258,6 @@ def test_an_answer_in_a_shape_of_ones_own_may_have_choices(choices):
         run_bounded(lambda messages: {"choices": choices}, Budget(), messages="Hi")
 
 
-def talk():
-    """A generator that hears what is said to it."""
-    heard = yield "first"
-    try:
-        yield heard
-    except KeyError as error:
-        yield str(error)
-    return "last"
-
-
-async def talk_async():
-    heard = yield "first"
-    try:
-        yield heard
-    except KeyError as error:
-        yield str(error)
-
-
-def test_a_guarded_generator_hears_what_is_said_to_it():
-    guard = Guard(Budget())
-    items = guarded(guard)(talk)()
-    assert (next(items), items.send("second"), items.throw(KeyError(3))) == ("first", "second", "3")
-    with pytest.raises(StopIteration) as ended:
-        next(items)
-    assert ended.value.value == "last"
-    assert [record.status for record in guard.tool_calls] == ["completed"]
-
-
-async def test_a_guarded_async_generator_hears_what_is_said_to_it():
-    guard = Guard(Budget())
-    items = guarded(guard)(talk_async)()
-    assert await anext(items) == "first"
-    assert await items.asend("second") == "second"
-    assert await items.athrow(KeyError(3)) == "3"
-    with pytest.raises(StopAsyncIteration):
-        await anext(items)
-    assert [record.status for record in guard.tool_calls] == ["completed"]
-
-
 @pytest.mark.parametrize("mode", ["enforce", "observe", "off"])
 def test_a_tool_that_another_guard_guards_is_one_call_of_the_run(mode):
     other, around = Guard(Budget(), mode=mode), Guard(Budget())

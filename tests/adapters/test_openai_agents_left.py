@@ -104,8 +104,8 @@ async def events_of_all() -> int:
 @pytest.mark.parametrize("how", HOWS)
 async def test_at_any_event(how):
     most = await events_of_all()
-    assert most > 25
-    for at in range(1, most + 1, 2):
+    assert most > 15
+    for at in range(1, most + 1):
         bodies: list[str] = []
         agent, main, below = team(bodies)
         guard, session = Guard(Budget(max_iterations=9)), ListSession()
@@ -232,4 +232,4 @@ async def test_the_body_of_a_tool_keeps_to_the_caps_when_its_run_was_cancelled(m
     await asyncio.wait({task})
     cancelled.set()
     assert await asyncio.to_thread(done.wait, 30)
-    assert next(below._numbers) == 3
+    assert below.answers.calls == 2

@@ -27,8 +27,8 @@ from openai.types.responses.response_reasoning_item import Summary
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.kit import entered, part
 from budgetguard_core.testing import Reply
-from budgetguard_openai_agents import BudgetHooks, _history, outcome
-from budgetguard_openai_agents._history import compare
+from budgetguard_openai_agents import BudgetHooks, _sessions, outcome
+from budgetguard_openai_agents._sessions import compare
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_raw import RawModel, call_of, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
@@ -226,7 +226,7 @@ async def test_an_input_filter_loses_no_message(mode, server, client):
 @pytest.mark.slow
 @modes
 async def test_a_session_that_hangs_does_not_hold_the_result(mode, server, client, monkeypatch):
-    monkeypatch.setattr(_history, "_PATIENCE", 0.05)
+    monkeypatch.setattr(_sessions, "_PATIENCE", 0.05)
     session = MemorySession("s")
     server.calls = [("search", "{}")]
     agent = Agent(name="main", model=OpenAIResponsesModel(NAME, client), tools=[tool("search", [])])

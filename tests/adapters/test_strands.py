@@ -53,7 +53,7 @@ from budgetguard_core.usage import TokenUsage
 from budgetguard_strands import BudgetHookProvider
 from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
 from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of
-from strands_agents import Counter, is_valid, made, results, run, sticky
+from strands_agents import Counter, in_new_process, is_valid, made, results, run, sticky
 
 WAYS = ("sync", "async", "streamed")
 DEADLINE = 0.05
@@ -1309,7 +1309,7 @@ def test_a_session_keeps_the_ending_and_the_counters(session, tmp_path, counter)
     agent, provider = agent_of()
     assert agent.messages[-1]["metadata"]["synthetic"] is True
     kept = agent.state.get("budgetguard")
-    assert kept["unfinished"] == "stopped"
+    assert kept["status"] == "stopped"
     assert json.loads(kept["snapshot"])["counters"]["iterations"] == 2
     assert agent("Go on.").stop_reason == "end_turn"
     assert is_valid(agent)
@@ -1318,7 +1318,7 @@ def test_a_session_keeps_the_ending_and_the_counters(session, tmp_path, counter)
     assert (second.usage.iterations, second.earlier_usage.iterations) == (2, 2)
 
     agent, _ = agent_of()
-    assert agent.state.get("budgetguard")["unfinished"] is None
+    assert agent.state.get("budgetguard") is None
     assert is_valid(agent)
 
 
@@ -1341,7 +1341,7 @@ def test_going_on_without_new_input_is_valid_in_the_session_too(session, tmp_pat
 
 @pytest.mark.parametrize(
     "damage",
-    ["text", {"unfinished": "stopped"}, {"unfinished": "stopped", "snapshot": '{"run_id": "x"}'}],
+    ["text", {"status": "stopped"}, {"status": "stopped", "snapshot": '{"run_id": "x"}'}],
 )
 def test_a_damaged_state_is_reported_and_the_run_starts_anew(damage, counter):
     provider = BudgetHookProvider(Budget(max_iterations=2))
@@ -1463,10 +1463,16 @@ def test_what_cannot_be_attached_is_refused():
         BudgetHookProvider().attach(object())
 
 
-def test_a_release_without_a_place_for_the_guard_fails_loudly(monkeypatch):
-    monkeypatch.setattr(Agent, "_execute_event_loop_cycle", None)
-    with pytest.raises(AdapterError, match="a place around a run, got none"):
-        made(sticky(), hooks=[BudgetHookProvider()])
+def test_a_release_without_a_place_for_the_guard_fails_loudly():
+    program = """
+import strands, strands.middleware._agent_stream as stages
+del stages.AgentStreamStage
+try:
+    import budgetguard_strands
+except Exception as error:
+    print(type(error).__name__, "place" in str(error))
+"""
+    assert in_new_process(program) == ["AdapterError", "True"]
 
 
 def test_an_agent_with_a_loop_of_its_own_is_bounded_too(counter):

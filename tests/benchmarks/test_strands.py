@@ -84,6 +84,7 @@ def test_a_streamed_chunk():
         ways = arms(runner, lambda: Chatty(Script([says("")])))
         times, beyond = compared("a chunk", ways, units=CHUNKS, rounds=20)
     assert abs(beyond["null"]) < 1
-    # Two of them make what the model's own code does between two chunks a part of the run.
-    assert beyond["guard"] <= 9
+    # Four are the two generators of Strands' stage around the stream; two make what the model's
+    # own code does between two chunks a part of the run.
+    assert beyond["guard"] <= 13
     judge(times, "guard", 1.1)

@@ -11,11 +11,11 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
+from budgetguard_cli import declared as declarations
 from budgetguard_cli.app import app
-from budgetguard_cli.doctor import declared as declarations
-from budgetguard_cli.doctor.checks import packages
-from budgetguard_cli.doctor.declared import Covered, Declared, declared
-from budgetguard_cli.doctor.source import Source, read_source
+from budgetguard_cli.declared import Entry, declared
+from budgetguard_cli.doctor import packages
+from budgetguard_cli.source import Source, read_source
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,27 +231,27 @@ def test_ledger(doctor, tmp_path):
 
 def test_a_release_that_is_not_supported_is_a_problem(monkeypatch):
     monkeypatch.setattr(declarations, "_ranges", lambda: {("x", "pytest"): SpecifierSet("<1")})
-    one = Covered(adapter="budgetguard_x", module="pytest", distribution="pytest", extra="x")
-    (finding,) = packages(Declared([one], []), Source(modules={"pytest"}))
+    one = Entry(adapter="budgetguard_x", module="pytest", distribution="pytest", extra="x")
+    (finding,) = packages([one], Source(modules={"pytest"}))
     assert finding.status == "problem"
     assert "supported are <1" in finding.detail
 
 
 def test_what_is_used_and_not_installed_is_a_problem():
-    one = Covered(adapter="budgetguard_x", module="x", distribution="no-such-thing", extra="x")
-    assert [f.status for f in packages(Declared([one], []), Source(modules={"x.y"}))] == ["problem"]
-    assert list(packages(Declared([one], []), None)) == []
+    one = Entry(adapter="budgetguard_x", module="x", distribution="no-such-thing", extra="x")
+    assert [f.status for f in packages([one], Source(modules={"x.y"}))] == ["problem"]
+    assert list(packages([one], None)) == []
 
 
 def test_each_adapter_of_a_framework_declares_its_coverage():
-    declaring = {one.adapter for one in declared().covered}
+    declaring = {one.adapter for one in declared() if not one.why}
     assert declaring == {
         f"budgetguard_{name}"
         for name in ("http", "langgraph", "openai_agents", "pydantic_ai", "strands")
     }
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for one in declared().covered:
-        assert one.extra in extras["optional-dependencies"]
+    for one in declared():
+        assert one.why or one.extra in extras["optional-dependencies"]
 
 
 def test_relative_imports_are_read(tmp_path):

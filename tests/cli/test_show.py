@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_core import Budget, Guard, JsonLinesSink
+from budgetguard_core import Budget, Guard, JsonLinesSink, MemoryStore
 from budgetguard_core.breakers import RateLimit
 from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall, end_run
 from budgetguard_core.run_log import RunLog
@@ -48,6 +48,29 @@ def test_one_run_is_a_tree(budgetguard, log):
         "runs again.\n",
     ):
         assert said in text, said
+
+
+def test_a_conversation_is_a_tree_of_its_runs(budgetguard, tmp_path):
+    terms = Envelope(
+        budget=Budget(max_iterations=8),
+        conversation=Budget(max_model_calls=20),
+        conversation_id="chat-7",
+        store=MemoryStore(),
+        sinks=[RunLog(tmp_path)],
+    )
+    for _ in range(2):
+        run = terms.open()
+        run.answered(run.model_call(ModelCall(model="gpt-4o")), TokenUsage(50, 50))
+        run.end()
+    listed = budgetguard("show", BUDGETGUARD_LOG=str(tmp_path)).stdout.decode()
+    assert "conversation-chat-7" in listed
+    assert "1 run." in listed
+    text = budgetguard("show", "conv", BUDGETGUARD_LOG=str(tmp_path)).stdout.decode()
+    assert "run conversation-chat-7: completed" in text
+    assert "max_model_calls: [##..................] 10% 2 of 20" in text
+    assert text.count(": completed") == 3
+    watched = budgetguard("watch", tmp_path, "--once").stdout.decode()
+    assert "conversation-chat-7" in watched
 
 
 def test_a_cheaper_model_is_named(budgetguard, tmp_path):

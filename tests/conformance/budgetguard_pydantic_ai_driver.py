@@ -277,7 +277,8 @@ class Capability(Driver):
         finally:
             # The thread of the last tool holds its context until it ends.
             for thread in threading.enumerate():
-                if thread.name.startswith("AnyIO worker") and thread not in around:
+                is_new = thread.name.startswith("AnyIO worker") and thread not in around
+                if is_new and thread.ident:  # that of another run may not have started yet
                     thread.join(5)
         return self.ran(scenario, result)
 

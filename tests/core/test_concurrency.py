@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import os
 import random
 import sys
 import threading
@@ -20,7 +19,6 @@ import budgetguard_core.guard as guard_module
 from budgetguard_core import Budget, Guard, replay
 from budgetguard_core.kit import Admit, ModelCall, Refuse, Stop, TokenUsage, ToolCall
 from budgetguard_core.testing import ManualClock
-from budgetguard_core.tree import _after_fork
 
 THREADS = 64
 
@@ -446,39 +444,6 @@ def test_a_slow_sink_delays_the_step_that_wrote_and_no_other():
     aborting.join(20)
     guard.tree.flush()
     assert seen == list(range(1, 6))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_after_a_fork_the_guards_of_the_child_work():
-    guard = Guard(Budget(max_iterations=1))
-    held, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with guard.tree.lock, guard.tree.delivery:
-            held.set()
-            leave.wait(20)
-
-    holder = threading.Thread(target=hold, daemon=True)
-    holder.start()
-    assert held.wait(20)
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - another process
-        worker = threading.Thread(target=guard.admit_model_call, daemon=True)
-        worker.start()
-        worker.join(10)
-        os._exit(0 if not worker.is_alive() and guard.usage.iterations == 1 else 1)
-    leave.set()
-    holder.join(20)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_the_locks_of_a_fork_are_new():
-    guard = Guard()
-    with guard.tree.lock:
-        _after_fork()
-        assert not guard.tree.lock._is_owned()
-    assert isinstance(guard.admit_model_call(), Admit)
 
 
 @pytest.mark.parametrize("sinks", [(), (lambda event: None,)], ids=["silent", "logged"])

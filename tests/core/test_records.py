@@ -1,5 +1,4 @@
 import pickle
-from copy import copy, deepcopy
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -12,7 +11,7 @@ from budgetguard_core.events import (
     UserTurned,
 )
 from budgetguard_core.kit import Event, ModelCall
-from budgetguard_core.records import encoded_line, line_of
+from budgetguard_core.records import line_of
 
 PLACE = {"seq": 1, "run_id": "r", "at_ns": 2, "wall_ns": 3}
 
@@ -32,28 +31,7 @@ def test_a_record_is_frozen():
     event = UserTurned(**PLACE)
     with pytest.raises(ValueError, match="frozen"):
         event.seq = 5
-    with pytest.raises(ValueError, match="frozen"):
-        del event.seq
-    assert event.seq == 1
-
-
-def test_records_of_one_kind_are_equal_by_their_fields():
-    event = Aborted(**PLACE, detail="enough")
-    assert event == Aborted(**PLACE, detail="enough")
-    assert hash(event) == hash(Aborted(**PLACE, detail="enough"))
-    assert event != Aborted(**PLACE, detail="more")
-    assert UserTurned(**PLACE) != event
-    assert event != PLACE
-    assert repr(UserTurned(**PLACE)) == (
-        "UserTurned(seq=1, run_id='r', at_ns=2, wall_ns=3, event='user_turned')"
-    )
-
-
-def test_records_are_copied_and_pickled():
-    event = Aborted(**PLACE, detail="enough")
-    assert pickle.loads(pickle.dumps(event)) == copy(event) == deepcopy(event) == event
-    assert event.model_copy() == event
-    assert event.model_copy(update={"detail": "more"}) == Aborted(**PLACE, detail="more")
+    assert pickle.loads(pickle.dumps(event)) == event
 
 
 def test_a_record_becomes_plain_data():
@@ -65,7 +43,7 @@ def test_a_record_becomes_plain_data():
     assert plain["holds"] == []
     assert plain["call"]["model"] == "m"
     assert list(plain) == [*PLACE, "call", "event", *list(plain)[6:]]
-    assert line_of(event) == encoded_line(event).decode() == event.model_dump_json()
+    assert line_of(event) == event.model_dump_json()
 
 
 def test_records_are_fields_of_pydantics_models():

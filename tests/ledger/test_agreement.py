@@ -15,7 +15,7 @@ from budgetguard_core.clock import SystemClock
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.step import SEPARATOR, Step
 from budgetguard_core.ledger.windows import Window
-from ledger_servers import STORES, Place, need
+from ledger_servers import STORES, Place, need, set_ceiling, window_of
 
 
 class Naive:
@@ -99,7 +99,7 @@ class Agreement(RuleBasedStateMachine):
         self.sent = 0
         for store in self.stores:
             for kind in "dmr":
-                store.set_ceiling("", kind, None)
+                set_ceiling(store, "", kind, None)
 
     def windows(self, day, chosen, shift=0.0):
         now = SystemClock.wall_ns() / 1e9 + shift
@@ -139,7 +139,7 @@ class Agreement(RuleBasedStateMachine):
         for key, label in sorted(self.touched):
             figures = self.model.window(key, label)
             for store in self.stores:
-                kept = store.window(key, label)
+                kept = window_of(store, key, label)
                 assert (*kept.charged, *kept.spent) == figures, type(store).__name__
         self.touched.clear()
 
@@ -199,7 +199,7 @@ class Agreement(RuleBasedStateMachine):
         else:
             self.model.ceilings[key, kind] = ceiling
         for store in self.stores:
-            store.set_ceiling(key, kind, ceiling)
+            set_ceiling(store, key, kind, ceiling)
 
     @rule(place=st.integers(0, 3))
     def kill_or_revive(self, place):
@@ -247,7 +247,7 @@ def wander(stores, steps, seed=7):
     for number in range(steps):
         if number == 20:
             for store in stores:
-                store.set_ceiling("", "d", Amount(20_000, 900))
+                set_ceiling(store, "", "d", Amount(20_000, 900))
             machine.model.ceilings["", "d"] = Amount(20_000, 900)
         kind = rnd.random()
         day = rnd.choice(["d:2026-11-21", "d:2026-11-22"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import sqlite3
 import subprocess
@@ -35,7 +33,7 @@ def run(place, *arguments):
 
 
 @pytest.mark.sample(3)
-def test_show_set_and_export(place, opened):
+def test_show_and_set(place, opened):
     assert run(place, "ledger", "set", "acme", "--daily-usd", "20").exit_code == 0
     told = run(place, "ledger", "set", "acme", "--monthly-tokens", "5000")
     assert told.output == "ceilings of acme: a day $20, a month 5,000 tokens\n"
@@ -67,9 +65,7 @@ def test_show_set_and_export(place, opened):
         "1",
         "20",
     )
-    rows = list(csv.DictReader(io.StringIO(run(place, "ledger", "export").stdout)))
-    assert {row["key"] for row in rows} == {"acme", "'=cmd|x"}
-    lines = run(place, "ledger", "export", "--json").stdout.splitlines()
+    lines = run(place, "ledger", "show", "--past", "--json").stdout.splitlines()
     assert len(lines) == 4
     run(place, "ledger", "set", "acme", "--daily-usd", "none")
     assert ledger.ceilings()["acme"]["d"] == Amount()
@@ -83,13 +79,9 @@ def test_show_set_and_export(place, opened):
 
 
 @pytest.mark.sample(3)
-def test_kill_revive_and_runs(place, opened):
+def test_kill_and_revive(place, opened):
     ledger = opened(place)
-    attached = ledger.attach("run-1", "acme", on_kill=id, on_warning=id)
-    ledger.beat()
-    assert "run-1" in run(place, "ledger", "runs").output
-    assert json.loads(run(place, "ledger", "runs", "--json").stdout)["run"] == "run-1"
-    assert "1" in run(place, "ledger", "show").output
+    ledger.reserve("acme", usd=1)
     killed = run(place, "kill", "--run", "run-1", "--who", "ann", "--why", "loops")
     assert "killed by ann" in killed.output
     assert "killed: run 'run-1' was killed by ann" in run(place, "ledger", "show").output
@@ -103,9 +95,6 @@ def test_kill_revive_and_runs(place, opened):
     assert said["flag"] == "t:beta"
     assert ledger.kills() == []
     assert "no such kill switch was set" in run(place, "revive", "--all").output
-    attached.close()
-    ledger.beat()
-    assert "no run is alive" in run(place, "ledger", "runs").output
 
 
 @pytest.mark.slow
@@ -138,7 +127,7 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
 
 
 COMMANDS = [
-    *(("ledger", name) for name in ("show", "set", "runs", "export", "reconcile")),
+    *(("ledger", name) for name in ("show", "set", "reconcile")),
     *(("ledger", name) for name in ("adopt", "check")),
     *((name,) for name in ("kill", "revive")),
 ]
@@ -192,14 +181,13 @@ def test_hostile_names_in_the_commands(place, opened, name):
     for done in (
         killed,
         run(place, "ledger", "show"),
-        run(place, "ledger", "runs"),
         run(place, "ledger", "show", "--tenant", name),
         run(place, "ledger", "reconcile"),
         run(place, "revive", "--tenant", name),
     ):
         assert done.exit_code == 0, done.output
         assert all(line.isprintable() for line in done.output.splitlines()), name
-    records = map(json.loads, run(place, "ledger", "export", "--json").stdout.splitlines())
+    records = map(json.loads, run(place, "ledger", "show", "--json").stdout.splitlines())
     assert {record["key"] for record in records} == {"acme", name}
     shown = run(place, "ledger", "show", "--tenant", name).output
     assert "acme" not in shown
@@ -216,7 +204,7 @@ def test_the_commands_reach_a_process_of_their_own(sqlite, opened, budgetguard_p
     done = budgetguard_process("kill", "--tenant", "acme", "--ledger", sqlite.url)
     assert (done.returncode, done.stderr) == (0, "")
     assert run_.obtain(Amount(tokens=1)).reason == "aborted"
-    assert "acme" in budgetguard_process("ledger", "export", "--ledger", sqlite.url).stdout
+    assert "acme" in budgetguard_process("ledger", "show", "--ledger", sqlite.url).stdout
 
 
 def test_check_and_adopt(sqlite, place, opened):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from decimal import Decimal
+from functools import partial
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, 
             may_end.wait(PATIENT)
             said.append("step")
 
-        store._write(work)
+        connection.ask(lambda store: store._write(work))
 
     def next_step():
         asked.set()
@@ -111,13 +112,13 @@ def test_a_fork_waits_for_the_step_of_another_thread_and_holds_the_next(sqlite, 
 def test_a_child_of_a_fork_that_could_not_wait_is_refused(sqlite, opened):
     ledger = opened(sqlite, daily_usd=10, timeout=0.05)
     ledger.reserve("acme", usd=1).settle(1)
-    store = ledger.connection.store()
 
     def work():
         with pytest.raises(LedgerRefused, match="must not be in use while its process forks"):
             ledger.reserve("acme", usd=1)
 
-    assert store._write(lambda _: in_a_child(work))() == 0
+    fork = partial(in_a_child, work)
+    assert ledger.connection.ask(lambda store: store._write(lambda _: fork()))() == 0
     ledger.reserve("acme", usd=1).settle(1)
     ended = in_a_child(lambda: ledger.reserve("acme", usd=1).release())
     assert ended() == 0
@@ -134,7 +135,7 @@ def test_a_guard_that_crosses_a_fork_is_looked_after_in_the_child(place, opened)
     def work():
         spend()
         ledger.beat()
-        assert [(run.run, run.pid) for run in ledger.runs()] == [(guard.run_id, os.getpid())]
+        assert [run.run for run in ledger._runs.all()] == [guard.run_id]
         ledger.kill(run=guard.run_id, who="ops")
         ledger.beat()
         assert guard.check().reason == "aborted"

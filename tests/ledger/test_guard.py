@@ -124,10 +124,10 @@ def test_tool_calls_are_reserved_where_a_ceiling_is_set_for_them(place, opened):
     assert "3 of 3 tool calls of the day" in third.trip.detail
     used = day(ledger)
     assert (used.spent_tool_calls, used.reserved_tool_calls) == (1, 2)
-    trips = ledger.trips
+    trips = ledger.connection.trips
     free = Guard(ledger=opened(place, daily_usd=5), tenant="beta")
     assert isinstance(free.admit_tool_call(ToolCall(name="search")), Admit)
-    assert ledger.trips == trips
+    assert ledger.connection.trips == trips
 
 
 def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place, tmp_path):
@@ -391,11 +391,9 @@ def test_or_lets_it_go_on_and_charges_it_later(sqlite, opened, tmp_path):
     guard = Guard(ledger=ledger, tenant="acme")
     assert isinstance(spend(guard), Admit)
     assert isinstance(spend(guard), Admit)
-    assert len(list((tmp_path / "queue").rglob("*.jsonl"))) == 1
+    assert len(list((tmp_path / "queue").rglob("*.json"))) == 2
     sqlite.path.rmdir()
     wait_until(lambda: _is_charged(ledger, "0.2"))
-    assert [path.stat().st_size for path in (tmp_path / "queue").rglob("*.jsonl")] == [0]
-    ledger.close()
     assert list((tmp_path / "queue").rglob("*.*")) == []
 
 
@@ -446,9 +444,9 @@ def test_another_processs_ceiling_is_seen_after_a_second(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     assert isinstance(guard.admit_model_call(UNPRICED), Admit)
     operator.set_ceilings("acme", daily_usd=1)
-    trips = ledger.trips
+    trips = ledger.connection.trips
     assert isinstance(guard.admit_model_call(UNPRICED), Admit)
-    assert ledger.trips - trips <= 1
+    assert ledger.connection.trips - trips <= 1
     clock.advance(2)
     assert guard.admit_model_call(UNPRICED).trip.reason == "unpriced_model"
 
@@ -456,7 +454,7 @@ def test_another_processs_ceiling_is_seen_after_a_second(sqlite, opened):
 def test_a_store_that_cannot_be_asked_leaves_it_at_what_it_said(sqlite, opened, monkeypatch):
     clock = ManualClock()
     ledger = opened(sqlite, clock=clock)
-    account = ledger._of("acme").account
+    account = ledger._account("acme")
 
     def silent(_):
         raise LedgerUnreachable("nothing")

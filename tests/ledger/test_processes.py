@@ -8,7 +8,7 @@ import pytest
 
 import ledger_workers as workers
 from budgetguard_core.ledger import Ledger
-from ledger_servers import PATIENT, ZONE
+from ledger_servers import PATIENT, ZONE, window_of
 
 KEYS = ("acme", "acme/user-7")
 PROCESSES = 8
@@ -35,7 +35,7 @@ def test_the_ceiling_holds_and_the_sums_agree(place, tmp_path, by_run):
         label = ledger.usage(KEYS[0]).daily.window
     while len(results) < PROCESSES:
         assert any(process.is_alive() for process in processes) or not out.empty()
-        top = max(top, store.window(KEYS[0], label).charged.usd)
+        top = max(top, window_of(store, KEYS[0], label).charged.usd)
         while not out.empty():
             results.append(out.get())
     for process in processes:
@@ -44,6 +44,6 @@ def test_the_ceiling_holds_and_the_sums_agree(place, tmp_path, by_run):
     assert refused
     assert top <= ceiling
     for key in KEYS:
-        row = store.window(key, label)
+        row = window_of(store, key, label)
         assert row.charged.usd == row.spent.usd == spent, key
     store.close()

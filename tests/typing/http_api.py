@@ -53,7 +53,6 @@ uninstall()
 counts: dict[str, int] = uncovered_hosts()
 said: str = report_progress(["a"], "b", 3)
 
-bounded_clients(Budget(), on_unknown="perhaps")  # type: ignore[call-overload]
+bounded_clients(Budget(), on_unknown="perhaps")  # type: ignore[arg-type]
 BudgetTransport(Budget(), on_trip="never")  # type: ignore[arg-type]
-bounded_clients()  # type: ignore[call-overload]
 bounded_clients(profile="research", everywhere=True)

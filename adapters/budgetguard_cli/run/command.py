@@ -6,9 +6,10 @@ import io
 import os
 import sys
 from importlib.machinery import PathFinder
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from budgetguard_cli.logs import is_there
 from budgetguard_cli.options import (
@@ -28,6 +29,9 @@ from budgetguard_core import Budget, BudgetGuardError
 from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import load_profile
+
+if TYPE_CHECKING:
+    from budgetguard_cli.run.report import RunReport
 
 STOPPED = 3
 NOTHING_SEEN = 4
@@ -97,55 +101,50 @@ def run(
     given: dict[str, Any] = locals()
     if os.name != "posix":
         refuse("run needs a POSIX system, got another. Use the adapters in the script.")
-    if "BUDGETGUARD_RUN" in os.environ:
-        refuse("this is bounded by a `budgetguard run` already, got a second. Use python instead.")
-    _check_script(script[0], is_module=is_module)
-    given = budget_fields(
-        {name: given[name] for name in _CAPS},
-        loop_detection=loop_detection,
-        count_unpriced_as_zero=count_unpriced_as_zero,
-    )
-    try:
-        budget = _budget(profile, given)
-        if tenant is not None:
-            ledger = ledger or os.environ.get("BUDGETGUARD_LEDGER")
-        if (ledger is None) != (tenant is None):
-            refuse("--ledger and --tenant must be given together, got one. Give both.")
-        payer = {"ledger": ledger, "tenant": tenant}
-        command = ["-m", *script] if is_module else script
-        code = _supervised(command, budget, payer, grace, as_json)
-    except BudgetGuardError as error:
-        refuse(str(error))
-    raise typer.Exit(code)
-
-
-def _budget(profile: str | None, given: dict[str, Any]) -> Budget:
-    own = Budget(**given)
-    if profile:
-        return load_profile(profile).under(own)
-    if not own.caps():
-        refuse(
-            "a run must have a budget, got neither a profile nor a cap. Use --max-cost-usd 5, or "
-            "--profile research."
-        )
-    return own
-
-
-def _supervised(
-    command: list[str], budget: Budget, payer: dict[str, str | None], grace_s: float, as_json: bool
-) -> int:
-    from rich.console import Console
-
+    # They need one to be imported.
     from budgetguard_cli.run.folder import RunFolder
     from budgetguard_cli.run.report import RunReport
     from budgetguard_cli.run.script import run_script
 
-    if payer["tenant"] is not None:
-        with Ledger(payer["ledger"]) as ledger:
-            ledger.require_ceiling(payer["tenant"])
-    with RunFolder.made(budget, **payer) as folder:
-        own = run_script(command, folder, budget, grace_s=grace_s)
-        report = RunReport(folder, budget, own)
+    if "BUDGETGUARD_RUN" in os.environ:
+        refuse("this is bounded by a `budgetguard run` already, got a second. Use python instead.")
+    _check_script(script[0], is_module=is_module)
+    own = budget_fields(
+        {name: given[name] for name in _CAPS},
+        loop_detection=loop_detection,
+        count_unpriced_as_zero=count_unpriced_as_zero,
+    )
+    if tenant is not None:
+        ledger = ledger or os.environ.get("BUDGETGUARD_LEDGER")
+    if (ledger is None) != (tenant is None):
+        refuse("--ledger and --tenant must be given together, got one. Give both.")
+    try:
+        budget = Budget(**own)
+        if profile:
+            budget = load_profile(profile).under(budget)
+        elif not budget.caps():
+            refuse(
+                "a run must have a budget, got neither a profile nor a cap. Use --max-cost-usd 5, "
+                "or --profile research."
+            )
+        if tenant is not None:
+            with Ledger(ledger) as opened:
+                opened.require_ceiling(tenant)
+        with RunFolder.made(budget, ledger=ledger, tenant=tenant) as folder:
+            command = ["-m", *script] if is_module else script
+            code = run_script(command, folder, budget, grace_s=grace)
+            report = RunReport(folder, budget, code)
+    except BudgetGuardError as error:
+        refuse(str(error))
+    _write(report, as_json)
+    if report.stops:
+        code = STOPPED
+    elif code == 0 and not report.saw_a_call:
+        code = NOTHING_SEEN
+    raise typer.Exit(code)
+
+
+def _write(report: RunReport, as_json: bool) -> None:
     console = Console(stderr=True)
     with console.capture() as captured:
         report.print(console)
@@ -155,9 +154,6 @@ def _supervised(
     except OSError:
         # Nobody reads it any more: the exit code still tells. What is buffered would fail again.
         sys.stderr = io.StringIO()
-    if report.stops:
-        return STOPPED
-    return NOTHING_SEEN if own == 0 and not report.saw_a_call else own
 
 
 def _check_script(name: str, *, is_module: bool) -> None:

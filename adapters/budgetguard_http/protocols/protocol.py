@@ -1,16 +1,17 @@
-"""The protocol of one protocol: facts of requests and answers, and synthetic ones."""
+"""The base of the protocols: facts of requests and answers, and synthetic answers."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import unquote
 
 from pydantic_core import from_json
 
-from budgetguard_core.kit import TokenUsage, ToolCall, token_usage
+from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, token_usage
 
 Body: TypeAlias = dict[str, Any]
 Event: TypeAlias = tuple[str, Any]
@@ -21,8 +22,6 @@ Form: TypeAlias = Literal["text", "json", "tool"]
 MARK: Final = "budgetguard"
 """Under this name a synthetic answer carries its marker, where the format takes other fields."""
 SYNTHETIC_ID: Final = "synthetic"
-
-
 _MOST: Final = 128
 """Choices that a provider gives at most."""
 
@@ -31,7 +30,7 @@ class Answer:
     """The facts of one answer, whole or streamed so far.
 
     Attributes:
-        usage: What the provider reported, in the provider's own record or as a `TokenUsage`.
+        usage: What the provider reported.
         model: The model that answered, as the provider says.
         id: The answer's id, where a next request can refer to it.
         text: All that the model wrote, reasoning and arguments of tool calls included.
@@ -75,6 +74,33 @@ class Result:
     name: str | None = None
 
 
+class Turn(NamedTuple):
+    """One turn of a conversation, as a request holds it.
+
+    Attributes:
+        role: `assistant`, `user` or `tool`; anything else is nobody's.
+        text: What it says.
+        calls: The ids of the tool calls of an assistant, or their names where they have none.
+        results: The results that it brings.
+    """
+
+    role: object
+    text: str = ""
+    calls: tuple[str | None, ...] = ()
+    results: tuple[Result, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str | None, ...]:
+        """The marks that tell a reply from others: its calls, or its text."""
+        return self.calls or (self.text.strip(),)
+
+    @property
+    def words(self) -> str | None:
+        """The words of the user; None for anybody else's, and for a bundle of results."""
+        is_users = self.role == "user" and (self.text or not self.results)
+        return self.text if is_users else None
+
+
 class Prompted(NamedTuple):
     """The prompt of a request, for its projection."""
 
@@ -84,182 +110,187 @@ class Prompted(NamedTuple):
     output_schema: Any = None
 
 
-class Reader(ABC):
-    """Reads one stream on its way.
+class Reader:
+    """Reads one answer, whole or on its way; as it stands, the usage alone."""
 
-    Args:
-        answer: Takes what is read.
-    """
-
-    def __init__(self, answer: Answer) -> None:
+    def __init__(
+        self, answer: Answer, protocol: ApiProtocol, request: Body, *, hides_usage: bool
+    ) -> None:
         self.answer = answer
+        self.protocol = protocol
+        self.request = request
+        self.hides_usage = hides_usage
+        self.parts: dict[Any, Body] = {}
+        """What has come of each tool call."""
         self.is_settled = False
         """The last figures have come: a client may stop reading here, and never close."""
         self.has_calls = False
         """A tool call was begun: an answer that is cut then has no good end."""
 
-    def needs(self, event: bytes) -> bool:
-        """Return whether an event has to be parsed; what is only text need not be.
+    def whole(self, body: Body) -> None:
+        """Take a whole answer."""
+        self.take("", body)
+        self.end()
 
-        Args:
-            event: One, or several of a line each.
-        """
-        del event
-        return True
-
-    def skim(self, event: bytes) -> None:
-        """Take in the text of what need not be parsed."""
-        del event
+    def take(self, name: str, data: Body) -> bool | None:
+        """Take an event; True where its client does not get it."""
+        self.answer.usage = merge_usage(self.answer.usage, usage_in(data))
+        self.answer.model = text_or_none(data.get("model")) or self.answer.model
+        return None
 
     def end(self) -> None:
         """Take the end of the stream, which may come without saying so; safe to call again."""
         self.is_settled = True
 
-    @abstractmethod
-    def take(self, name: str, data: Body) -> bool | None:
-        """Take an event; True where its client does not get it."""
-
-    @abstractmethod
-    def closing(self, text: str) -> list[Event]:
-        """Return the events that end the stream in good order where it was cut off.
-
-        Args:
-            text: What is said where nothing was said yet.
-        """
+    def closing(self, text: str) -> list[Event] | None:
+        """Return the events that end a cut stream in good order, with a text if it said nothing."""
+        return None
 
 
-class ApiProtocol(ABC):
-    """One protocol."""
+class Paths(NamedTuple):
+    """The places of a request's parts, each a dotted path, or several of which the first counts."""
 
-    name: ClassVar[str]
+    messages: str = ""
+    system: str = ""
+    tools: str = ""
+    schema: str = ""
+    bound: str = ""
+    thinking: str = ""
+    """The tokens that thinking may take of the bound, which has to be larger."""
+    forced_tool: str = ""
+    """The tool that the model has to call: the request's structured output."""
+
+
+class ApiProtocol:
+    """One protocol; as it stands, that of whatever costs something and is not understood."""
+
+    name: ClassVar[str] = "opaque"
     provider: ClassVar[str | None] = None
+    paths: ClassVar[Paths] = Paths()
+    reader_type: ClassVar[type[Reader]] = Reader
+    model_in_path: ClassVar[re.Pattern[str] | None] = None
+    stream_paths: ClassVar[tuple[str, ...]] = ()
+    """The ends of the addresses whose answers are streamed."""
     min_output_tokens: ClassVar[int] = 1
     is_turn: ClassVar[bool] = True
     """A call is a turn of a loop; that of an embedding is none."""
-    is_conversation: ClassVar[bool] = True
-    """A request is a part of a conversation, though it may hold no turn of it."""
     can_refuse: ClassVar[bool] = False
     """A model may refuse to answer in JSON: so does the synthetic answer."""
 
     # The request
 
+    @property
+    def is_conversation(self) -> bool:
+        """True if a request is a part of a conversation, though it may hold no turn of it."""
+        return bool(self.paths.messages)
+
     def model(self, path: str, body: Body) -> str | None:
-        """Return the model's name."""
-        del path
-        return text_or_none(body.get("model"))
+        """Return the model's name, which the address may hold."""
+        named = self.model_in_path.search(path) if self.model_in_path else None
+        return text_or_none(body.get("model")) or (unquote(named[1]) if named else None)
 
     def is_streamed(self, path: str, body: Body) -> bool:
         """Return whether the answer comes as a stream."""
-        del path
-        return bool(body.get("stream"))
+        return bool(body.get("stream")) or path.endswith(self.stream_paths)
 
-    @abstractmethod
     def bound(self, body: Body) -> int | None:
         """Return the completion tokens that the request asks for at most."""
+        return count_or_none(at(body, self.paths.bound))
 
-    @abstractmethod
     def set_bound(self, body: Body, tokens: int) -> None:
-        """Write that bound."""
+        """Write that bound, where its place is known."""
+        *above, name = self.paths.bound.split(".")
+        for one in above:
+            inner = {**record(body.get(one))}
+            body[one] = inner
+            body = inner
+        if name:
+            body[name] = tokens
 
     def least_bound(self, body: Body) -> int:
         """Return the least bound that the provider takes for this request."""
-        del body
-        return self.min_output_tokens
+        thinking = count_or_none(at(body, self.paths.thinking))
+        return self.min_output_tokens if thinking is None else thinking + 1
 
     def choices(self, body: Body) -> int:
         """Return how many answers are asked for, each as long as the bound lets it be."""
-        del body
         return 1
 
-    @abstractmethod
     def prompt(self, body: Body) -> Prompted:
         """Return what the prompt is made of."""
+        paths = self.paths
+        return Prompted(
+            at(body, paths.messages) if paths.messages else [body],
+            system=at(body, paths.system),
+            tools=items(at(body, paths.tools)),
+            output_schema=at(body, paths.schema),
+        )
 
     def turns(self, body: Body) -> list[Any]:
         """Return the messages of the conversation, system messages included."""
-        return items(self.prompt(body).messages)
+        return items(at(body, self.paths.messages))
+
+    def turn(self, message: Body) -> Turn:
+        """Read a message."""
+        return Turn(message.get("role"), written(message.get("content")))
+
+    def results(self, body: Body) -> list[Result]:
+        """Return the results of tools that the request brings since the model's last reply."""
+        found: list[Result] = []
+        for message in reversed(self.turns(body)):
+            turn = self.turn(record(message))
+            if turn.role == "assistant":
+                break
+            found[:0] = turn.results
+        return found
 
     def follows(self, body: Body) -> str | None:
         """Return the id of the answer after which the provider keeps the conversation."""
-        del body
         return None
-
-    @abstractmethod
-    def results(self, body: Body) -> list[Result]:
-        """Return the results of tools that the request brings since the model's last reply."""
-
-    @abstractmethod
-    def reply_mark(self, turn: Any) -> tuple[str | None, ...] | None:
-        """Return what tells a reply in the history from others: the ids of its calls, or its text.
-
-        None where the turn is not the model's.
-        """
 
     def answer_turn(self, text: str) -> Body:
         """Return an answer as a turn of the conversation."""
         return {"role": "assistant", "content": text}
 
-    @abstractmethod
-    def user_text(self, turn: Any) -> str | None:
-        """Return the words of a turn of the user's; None for another's."""
-
-    def takes_words(self, body: Body) -> bool:
-        """Return whether the model may be told something with this request."""
-        del body
-        return True
-
-    @abstractmethod
     def add_nudge(self, body: Body, text: str) -> None:
-        """Put a corrective message at the end of the prompt."""
+        """Put a corrective message into the last tool result; else it is a message of its own."""
+        turns = self.turns(body)
+        last = record(turns[-1] if turns else None)
+        if last.get("role") == "tool" and isinstance(last.get("content"), str):
+            last["content"] += f"\n\n{text}"
+        else:
+            turns.append({"role": "user", "content": text})
+
+    def must_call(self, body: Body) -> bool:
+        """Return whether the request asks for a call of a tool in any case."""
+        return self.forced_tool(body) is not None
 
     def form(self, body: Body) -> Form:
         """Return what form of answer the request asks for."""
-        del body
-        return "text"
+        if self.must_call(body):
+            return "tool"
+        return "json" if at(body, self.paths.schema) else "text"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the tool that the model has to call: the request's structured output."""
-        del body
-        return None
+        return text_or_none(at(body, self.paths.forced_tool))
 
     def ask_for_usage(self, body: Body) -> bool:
         """Ask for the usage of a stream; False where it comes by itself or was asked for."""
-        del body
         return False
-
-    def since_reply(self, body: Body) -> list[Body]:
-        """Return the turns after the model's last one."""
-        turns = self.turns(body)
-        start = len(turns)
-        while start and self.reply_mark(turns[start - 1]) is None:
-            start -= 1
-        return [record(turn) for turn in turns[start:]]
 
     # The answer
 
-    @abstractmethod
-    def read(self, body: Body, answer: Answer) -> None:
-        """Read a whole answer."""
-
-    @abstractmethod
-    def reader(self, answer: Answer, *, body: Body, hides_usage: bool) -> Reader | None:
-        """Return what reads a stream; None where the format has none.
-
-        Args:
-            answer: Takes what is read.
-            body: The request.
-            hides_usage: Usage was asked for on the caller's behalf, who does not expect it.
-        """
-
-    @abstractmethod
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body | None:
         """Return a whole answer without tool calls; None where the format has none."""
+        return None
 
-    @abstractmethod
     def synthetic_stream(
         self, body: Body, model: str, text: str, mark: Mapping[str, Any]
     ) -> list[Event]:
-        """Return the same as a stream."""
+        """Return the same as a stream, in one chunk as a rule."""
+        whole = self.synthetic(body, model, text, mark)
+        return [] if whole is None else [("", whole)]
 
 
 # `isinstance`, for values that nothing is known of: the type checkers follow it no further.
@@ -295,27 +326,10 @@ def parsed(content: bytes) -> Body | None:
     return made if _is_a(made, dict) else None
 
 
-def listed(content: bytes) -> list[Body]:
-    """Return the objects of a JSON array; none for what is none."""
-    try:
-        made: Any = from_json(content)
-    except ValueError:
-        return []
-    return [one for one in items(made) if _is_a(one, dict)]
-
-
 def usage_in(body: Body) -> TokenUsage | None:
     """Return what an answer, or an event of one, reports; in `usage` as a rule."""
     held = body.get("usage")
     return (token_usage(held) if held else None) or token_usage(body)
-
-
-def text_of(piece: bytes) -> str | None:
-    """Return what stands between the quotes of a text in JSON; None for what is no text."""
-    try:
-        return json.loads(b'"%b"' % piece) if b"\\" in piece else piece.decode()
-    except ValueError:
-        return None
 
 
 def items(value: Any) -> list[Any]:
@@ -328,9 +342,26 @@ def record(value: Any) -> Body:
     return value if _is_a(value, dict) else {}
 
 
+def records(value: Any) -> list[Body]:
+    """Return the objects of a list; an empty one in the place of anything else."""
+    return [record(one) for one in items(value)]
+
+
+def at(value: Any, paths: str) -> Any:
+    """Return what stands at a dotted path in objects; of several paths, at the first that holds."""
+    found: Any = None
+    for path in paths.split():
+        found = value
+        for name in path.split("."):
+            found = record(found).get(name)
+        if found:
+            return found
+    return found
+
+
 def written(content: object) -> str:
     """Return the text of a message's content: a text, or blocks with texts in them."""
     if isinstance(content, str):
         return content
-    texts = (record(block).get("text") for block in items(content))
+    texts = (block.get("text") for block in records(content))
     return "".join(text for text in texts if isinstance(text, str))

@@ -139,7 +139,7 @@ def test_a_baseline_is_recorded_from_runs_and_kept_as_json():
         (lambda: ToolMixBaseline(runs=1, tools={"a": 0}), "got {'a': 0}"),
         (lambda: ToolMixBaseline(runs=1, tools={"a" * 201: 1}), "got {'aaaa"),
         (lambda: ToolMixBaseline.of([{}]), "Record it with ToolMixBaseline.of(runs)."),
-        (lambda: ToolMixBaseline(format_version=2, runs=1, tools={"a": 1}), "format_version: "),
+        (lambda: ToolMixBaseline(format_version=2, runs=1, tools={"a": 1}), "format_version must"),
         (lambda: ToolMix(baseline=BASELINE, alpha=1), "alpha must be a probability > 0 and <= 0.5"),
         (lambda: ToolMix(), "baseline must be given, got nothing. Pass baseline=..."),
         (lambda: BASELINE.model_copy(update={"runs": 0}), "runs must be a whole number >= 1"),

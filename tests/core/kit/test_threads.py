@@ -270,21 +270,6 @@ def test_calls_in_threads_that_telemetry_follows_spend_the_budget(work):
         assert all(vars(one)[name] is value for name, value in names.items())
 
 
-def test_what_a_thread_raises_and_its_own_attributes_stay():
-    with Guard().activate():
-        thread = threading.Thread(target=int)
-        thread.run = lambda: found.append(vars(thread)["run"])
-        own, found = thread.run, []
-        in_all([thread])
-        assert found == [own]
-        again = Worker(1)
-        in_all([again])
-        assert "run" not in vars(again)
-        with pytest.raises(RuntimeError, match="once"):
-            again.start()
-        assert "run" not in vars(again)
-
-
 def test_processes_are_warned_of_once(caplog, monkeypatch):
     monkeypatch.setattr(instrumentation, "_WARNED", set())
     caplog.set_level(logging.WARNING, "budgetguard")

@@ -109,14 +109,12 @@ def _genai(module: Any) -> None:
 
 
 def _now(_: Any) -> None:
-    # Before a run of the script's own begins: what is around a run is settled then. Channels of
-    # gRPC are seen only from then on.
+    # Before a run of the script's own begins: what is around a run is settled then.
     _attach()
 
 
 _AFTER: dict[str, Callable[[Any], None]] = {
     "budgetguard_core": _now,
-    "grpc": _now,
     "httpx": _client,
     "httpx2": _client,
     "langchain_core.tracers.context": _langchain,

@@ -1,4 +1,4 @@
-"""`budgetguard demo`: its options, the two runaways of each agent, and what they would cost."""
+"""`budgetguard demo`: two runaways of each framework, stopped, and what they would have cost."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import count
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from budgetguard_cli.demo.agents import AGENTS, Agent
-from budgetguard_cli.demo.server import MODEL, StickyServer
 from budgetguard_cli.options import AsJson
+from budgetguard_cli.runaways import AGENTS, Agent, StickyAnswers, Tool
 from budgetguard_cli.screen import printable, refuse, table, write_json
-from budgetguard_core import Budget, Guard, Outcome, PriceBook
+from budgetguard_core import Budget, Guard, PriceBook
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
 from budgetguard_core.kit import Event, TokenUsage
 from budgetguard_core.pricing import to_usd
 from budgetguard_core.run_log import FOLDER
 
+MODEL = "gpt-4o"
 CALLS_PER_MINUTE = 20
 HOURS = 9
 
@@ -43,16 +43,16 @@ _LOG = "".join(
 )
 
 
-def _same() -> Callable[[str], str]:
+def _same() -> Tool:
     return lambda path: f"{path}:\n{_LOG}"
 
 
-def _growing() -> Callable[[str], str]:
+def _growing() -> Tool:
     numbers = count(1)
     return lambda path: f"{path}:\n{_LOG}attempt {next(numbers)} of the health check failed\n"
 
 
-_ACTS = {
+_ACTS: dict[str, Callable[[], Tool]] = {
     "The tool says the same thing every time": _same,
     "The tool says something new every time": _growing,
 }
@@ -64,7 +64,7 @@ class Shown:
 
     Attributes:
         failed: Why it did not show what it has to show.
-        by_morning: What the first would have cost had nobody stopped it; None where unknown.
+        by_morning: What the first would have cost had nobody stopped it.
         details: What was seen on the way, line by line.
     """
 
@@ -72,24 +72,8 @@ class Shown:
     calls: int = 0
     spent: Decimal = Decimal(0)
     failed: str = ""
-    by_morning: Unbounded | None = None
+    by_morning: Decimal | None = None
     details: list[str] = field(default_factory=list[str])
-
-
-@dataclass(frozen=True, slots=True)
-class Unbounded:
-    """The cost of a run had nobody stopped it, in US dollars.
-
-    Attributes:
-        cached: With every earlier token read from the provider's prompt cache.
-        growth: Tokens that each call adds to the next prompt.
-    """
-
-    full: Decimal
-    cached: Decimal
-    calls: int
-    growth: int
-    window: int
 
 
 def demo(
@@ -105,7 +89,7 @@ def demo(
 ) -> None:
     """Stop a runaway of each framework, on this machine alone.
 
-    A real loop over HTTP against a model that never changes its mind.
+    The real framework's loop, around a scripted model that never changes its mind.
 
     Example: budgetguard demo --quick
 
@@ -118,7 +102,16 @@ def demo(
     chosen = [agent for agent in AGENTS if not framework or agent.name in framework]
     shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
     if as_json:
-        write_json(*map(_plain, shown))
+        for one in shown:
+            write_json(
+                {
+                    "framework": one.agent.name,
+                    "calls": one.calls,
+                    "spent_usd": one.spent,
+                    "by_morning_usd": one.by_morning,
+                    "failed": one.failed or None,
+                }
+            )
     else:
         # FORCE_COLOR must not bring a cursor's codes into a file.
         console = Console(force_terminal=None if sys.stdout.isatty() else False)
@@ -152,70 +145,63 @@ def _run_away(shown: Shown, title: str) -> None:
     used: list[TokenUsage] = []
 
     def take(event: Event) -> None:
-        message = event.nudge if isinstance(event, ModelCallAdmitted) else None
-        if isinstance(event, NudgeTaken):
-            message = event.message
-        if message is not None:
-            shown.details.append(f"  nudge to the model: {printable(message)}")
+        nudge = event.message if isinstance(event, NudgeTaken) else None
+        if isinstance(event, ModelCallAdmitted):
+            nudge = event.nudge
+        if nudge is not None:
+            shown.details.append(f"  nudge to the model: {printable(nudge)}")
         if isinstance(event, ModelCallSettled) and event.usage is not None:
             used.append(event.usage)
 
-    guard = Guard(_BUDGET, sinks=[take])
-    with StickyServer() as server:
-        outcome = shown.agent.run(server.base_url, guard, _ACTS[title]())
+    guard, answers = Guard(_BUDGET, sinks=[take]), StickyAnswers(_ACTS[title]())
+    outcome = shown.agent.run_away(answers, guard)
     if outcome is None:
         shown.failed = "the run ended without an outcome."
         return
-    calls, requests = outcome.usage.model_calls, server.requests
-    shown.details += [f"  {printable(line)}" for line in _ending(outcome, requests)]
-    if outcome.status != "terminated":
-        shown.failed = (
-            f"the runaway must be stopped, got {outcome.status} after {requests} requests."
-        )
-    elif requests != calls:
-        shown.failed = (
-            f"the guard must count every request, got {calls} of {requests} that the server saw."
-        )
-    elif outcome.errors:
-        shown.failed = f"nothing may fail on the way, got {outcome.errors[0]}"
-    shown.calls += calls
-    shown.spent += outcome.usage.cost_usd
-    if shown.by_morning is None:
-        shown.by_morning = until_morning(used, guard.tree.price_book)
-
-
-def _ending(outcome: Outcome, requests: int) -> list[str]:
     usage = outcome.usage
-    return [
+    lines = (
         f"stopped: {outcome.stop_reason} ({outcome.detail})",
         f"outcome: {outcome.status}, {len(outcome.messages)} messages kept, "
         f"{usage.tool_calls} tool calls, {usage.total_tokens:,} tokens, ${usage.cost_usd:.4f}",
         f'last message: "{outcome.final}"',
-        f"model calls: {usage.model_calls} counted by the guard, {requests} by the server",
-    ]
+        f"model calls: {usage.model_calls} counted by the guard, {answers.calls} by the model",
+    )
+    shown.details += [f"  {printable(line)}" for line in lines]
+    if outcome.status != "terminated":
+        got = f"{outcome.status} after {answers.calls} calls"
+        shown.failed = f"the runaway must be stopped, got {got}."
+    elif answers.calls != usage.model_calls:
+        got = f"{usage.model_calls} of {answers.calls} that the model answered"
+        shown.failed = f"the guard must count every call, got {got}."
+    elif outcome.errors:
+        shown.failed = f"nothing may fail on the way, got {outcome.errors[0]}"
+    shown.calls += usage.model_calls
+    shown.spent += usage.cost_usd
+    if shown.by_morning is None:
+        shown.by_morning = until_morning(used, guard.tree.price_book)
 
 
-def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Unbounded | None:
+def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Decimal | None:
     """Return what a run would have cost from 23:00 to 08:00; None where too little was measured.
 
+    Its context grows with each call as measured, until the model's window is full; then the oldest
+    messages are dropped.
+
     Args:
-        calls: What each call of the run used, in order: its context grows from call to call.
+        calls: What each call of the run used, in order.
         prices: Where the price comes from.
     """
     rates = prices.rates_for(MODEL)
     if rates is None or len(calls) < 2:
         return None
-    window = rates.context_window or _WINDOW
     growth = (calls[-1].input_tokens - calls[0].input_tokens) // (len(calls) - 1)
     output = sum(call.output_tokens for call in calls) // len(calls)
-    number = HOURS * 60 * CALLS_PER_MINUTE
-    full = cached = before = 0
-    for place in range(number):
-        prompt = min(calls[0].input_tokens + place * growth, window - output)
-        full += rates.cost(TokenUsage(prompt, output))
-        cached += rates.cost(TokenUsage(prompt, output, cache_read_tokens=before))
-        before = prompt
-    return Unbounded(to_usd(full), to_usd(cached), number, growth, window)
+    most = (rates.context_window or _WINDOW) - output
+    prompts = (
+        min(calls[0].input_tokens + place * growth, most)
+        for place in range(HOURS * 60 * CALLS_PER_MINUTE)
+    )
+    return to_usd(sum(rates.cost(TokenUsage(prompt, output)) for prompt in prompts))
 
 
 def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> None:
@@ -225,8 +211,8 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
 
     say(
         'The model of this demonstration answers everything with the tool call read_file("deploy'
-        f'.log"). It is a server on this machine that speaks the OpenAI format; it is priced as '
-        f"{MODEL}, a token for every four characters. Nothing leaves the machine."
+        f'.log"). It is a script in this process, priced as {MODEL}, a token for every four '
+        "characters. Nothing leaves the machine."
     )
     if missing:
         say(f"Not installed here, so not shown: {', '.join(missing)}.")
@@ -235,11 +221,15 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
         return
     rows = table("runaway in", "calls", "spent", "by 08:00", right=("calls", "spent", "by 08:00"))
     for one in shown:
-        morning = "unknown" if one.by_morning is None else f"${one.by_morning.full:,.0f}"
+        morning = "unknown" if one.by_morning is None else f"${one.by_morning:,.0f}"
         cells = ("failed", "", "") if one.failed else (f"{one.calls}", f"${one.spent:.4f}", morning)
         rows.add_row(one.agent.title, *cells)
     console.print()
     console.print(rows)
+    say(
+        f"By 08:00: from 23:00 on at {CALLS_PER_MINUTE} calls a minute, each prompt longer by what "
+        f"was measured below, until the window of {MODEL} is full; no prompt cache."
+    )
     for one in shown:
         console.print()
         console.rule(one.agent.title, align="left", style="bold", characters="-")
@@ -247,8 +237,6 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
             say(line.strip(), indent=len(line) - len(line.lstrip()))
         if one.failed:
             say(f"FAILED: {printable(one.failed)}")
-        elif one.by_morning is not None:
-            say(_by_morning(one.by_morning))
     console.print()
     failed = [one.agent.title for one in shown if one.failed]
     if failed:
@@ -262,23 +250,3 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
         for line in lines:
             # A line that is folded could not be pasted.
             console.print(Text(line), soft_wrap=True)
-
-
-def _by_morning(found: Unbounded) -> str:
-    return (
-        f"By the morning: from 23:00 to 08:00, at {CALLS_PER_MINUTE} calls a minute, "
-        f"{found.calls:,} calls. Each adds {found.growth:,} tokens to the next prompt, as measured "
-        f"above, until the window of {found.window:,} tokens is full; then the oldest are dropped. "
-        f"At the prices of {MODEL} that is ${found.full:,.0f}; at best ${found.cached:,.0f}, with "
-        "every earlier token read from the provider's prompt cache."
-    )
-
-
-def _plain(one: Shown) -> dict[str, Any]:
-    return {
-        "framework": one.agent.name,
-        "calls": one.calls,
-        "spent_usd": one.spent,
-        "by_morning_usd": None if one.by_morning is None else one.by_morning.full,
-        "failed": one.failed or None,
-    }

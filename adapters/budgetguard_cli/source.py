@@ -33,10 +33,6 @@ class Source:
         """Return whether a module, or a part of it, is imported."""
         return any(one == module or one.startswith(f"{module}.") for one in self.modules)
 
-    def names(self, text: str) -> bool:
-        """Return whether a text stands in the script."""
-        return any(text in one for one in self.texts)
-
 
 def read_source(script: Path) -> Source:
     """Read a script and what it imports from its own folder."""

@@ -1,1 +1,0 @@
-"""`budgetguard doctor`: what would hold here, before a script is started."""

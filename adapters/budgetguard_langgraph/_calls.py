@@ -1,0 +1,442 @@
+"""The calls of a run, from LangChain's start hooks to their ends, in the verbs of the kit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from itertools import takewhile
+from typing import Any, Final, cast
+
+from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.outputs import LLMResult
+from langgraph.errors import GraphBubbleUp, GraphInterrupt
+from langgraph.types import Command
+
+from budgetguard_core import StopReason, Trip
+from budgetguard_core.kit import (
+    FRAME,
+    Flow,
+    OpenToolCall,
+    Request,
+    Stop,
+    ToolCall,
+    Violation,
+    ask_model,
+    current,
+    entered,
+    is_stop,
+    reported_cost,
+    token_usage,
+)
+from budgetguard_langgraph._bounds import bind, words_of
+from budgetguard_langgraph._run import (
+    OWNERS,
+    GraphRun,
+    ModelCallInFlight,
+    RunId,
+    Stretch,
+    ToolCallInFlight,
+    when_task_ends,
+)
+from budgetguard_langgraph._seams import HANDOFF, Asked, enclosing_tool_node, refusal
+from budgetguard_langgraph._usage import (
+    answer_of,
+    calls_of,
+    is_mapping,
+    model_of,
+    own_bound,
+    request_of,
+    totals_in,
+    unusable_in,
+    was_cut,
+    written,
+)
+from budgetguard_langgraph.interrupts import is_budget_interrupt
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+def start_model_call(
+    graph_run: GraphRun,
+    run_id: RunId,
+    parent_run_id: RunId | None,
+    prompts: Any,
+    asked: Asked,
+    facts: Mapping[str, Any],
+) -> Flow[Trip | None]:
+    """Ask for a model call and begin it; return why the run has to end instead."""
+    if run_id in graph_run.models:
+        return None
+    prompt: Any = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
+    given = facts.get("invocation_params")
+    parameters = given if is_mapping(given) else _NOTHING
+    metadata: Mapping[str, Any] = facts.get("metadata") or _NOTHING
+    model, provider, bound = request_of(metadata, parameters)
+    words = None if asked.settings is None else words_of(asked.model)
+    can_not_be_bound = asked.settings is not None and words is None
+    if bound is None and (can_not_be_bound or (words is not None and words.options is not None)):
+        bound = own_bound(asked.model)  # it is known by the model alone
+    node = metadata.get("langgraph_checkpoint_ns")
+    branch, place = graph_run.branch(node), node or parent_run_id or run_id
+    # The graph's own agents, and not those that its tools run.
+    if "|" not in str(node) or graph_run.asked_model[0] is None:
+        told = [*takewhile(lambda one: isinstance(one, SystemMessage), prompt)]
+        graph_run.asked_model, graph_run.model_name = (asked.model, told), model
+    with graph_run.lock:
+        branch.look_at(prompt, graph_run.handoffs)
+    sent = asked.messages if graph_run.run.envelope.prune is not None else None
+    request = Request(
+        messages=prompt if sent is None else sent,
+        prunes=sent is not None,
+        tools=parameters.get("tools"),
+        schema=parameters.get("response_format") or parameters.get("response_schema"),
+        model=model,
+        provider=provider,
+        retry=place in graph_run.failed,
+        bound=bound,
+        is_fixed=can_not_be_bound and bound is not None,
+        may_fall_back=words is not None and words.model is not None,
+    )
+    with _apart(graph_run, run_id, parent_run_id):
+        turn = yield from ask_model(graph_run.run, branch.prompt, request)
+    if isinstance(turn, Stop):
+        if facts.get("batch_size", 1) > 1:
+            _take_back_siblings(graph_run)
+        graph_run.next_step = f"call the model {model or ''}".strip()
+        return turn.trip
+    if asked.messages is not None:
+        # In the request alone: the graph's state stays what it is.
+        if turn.is_pruned:
+            asked.messages[:] = prompt = [*turn.messages]
+        if turn.nudge is not None:
+            asked.messages.append(HumanMessage(turn.nudge))
+    is_bounded = False
+    if asked.settings is not None:
+        most = turn.call.max_output_tokens
+        tokens = None if most == bound else most
+        is_bounded = bind(asked.model, asked.settings, tokens, turn.call, parameters)
+    flying = ModelCallInFlight(
+        run_id,
+        Stretch(graph_run, turn.call, run_id),
+        turn,
+        branch,
+        place,
+        prompt,
+        metadata.get("langgraph_node"),
+        is_bounded,
+    )
+    graph_run.models[run_id] = flying
+    OWNERS[run_id] = graph_run
+    FRAME.set(flying.step)
+    graph_run.save()
+    flying.forget = when_task_ends(
+        partial(fail_model_call, graph_run, run_id, asyncio.CancelledError())
+    )
+    return None
+
+
+def _apart(graph_run: GraphRun, run_id: RunId, parent: RunId | None) -> Any:
+    """Leave the call of a stream that is read between its chunks; this one is another."""
+    frame = current()
+    if type(frame) is Stretch and frame.call is not None and frame.run_id not in (parent, run_id):
+        return entered(graph_run.run.frame())
+    return nullcontext()
+
+
+def _take_back_siblings(graph_run: GraphRun) -> None:
+    """Take back the other prompts of a `generate`: all of them start before the first is sent."""
+    while isinstance(frame := current(), Stretch) and frame.run_id is not None:
+        flying = _model_call(graph_run, frame.run_id)
+        if flying is None:
+            break
+        flying.turn.take_back()
+
+
+def measure_token(graph_run: GraphRun, run_id: RunId, text: str, chunk: Any) -> Trip | None:
+    """Measure a stream; return why it has to end now."""
+    flying = graph_run.models.get(run_id)
+    if flying is None:
+        return None
+    flying.turn.piece(text)
+    usage = getattr(getattr(chunk, "message", None), "usage_metadata", None)
+    if usage:
+        flying.reported.append(usage)
+    run = graph_run.run
+    return run.check() if run.aborted or run.time_left() == 0 else None
+
+
+def _model_call(graph_run: GraphRun, run_id: RunId) -> ModelCallInFlight | None:
+    with graph_run.lock:
+        flying = graph_run.models.pop(run_id, None)
+    OWNERS.pop(run_id, None)
+    if flying is not None:
+        flying.forget()
+        flying.step.leave()
+    return flying
+
+
+def end_model_call(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
+    """Charge a model call that answered, and keep what it asked for."""
+    flying = _model_call(graph_run, run_id)
+    if flying is None:
+        return
+    run, turn, branch = graph_run.run, flying.turn, flying.branch
+    graph_run.failed.pop(flying.place, None)
+    answer = answer_of(response)
+    asked, hosted = calls_of(answer)
+    record: Any = response if answer is None else answer
+    used = totals_in(flying.reported) or token_usage(record)
+    if not turn.is_pruned and [len(one) for one in response.generations] == [1]:
+        # The usage of several candidates is that of all.
+        branch.prompt.measured(used, reply=answer)
+    text, unusable = written(response), unusable_in(answer)
+    run.answered(
+        turn.call,
+        used,
+        text=text or "".join(turn.pieces),
+        model=model_of(response, answer),
+        cost_usd=reported_cost(record),
+        speaker=flying.speaker,
+        final=not asked and not unusable and graph_run.is_said_in_turn(text, flying.prompt),
+    )
+    if flying.bounded and not asked and was_cut(answer):
+        run.cut_short(turn.call)
+    for call in run.batch(hosted) if hosted else ():
+        run.start(call)
+        run.finished(call, "reported")
+    with graph_run.lock:
+        for lost, wrong, kind in unusable:
+            branch.without_body(lost, wrong, kind)
+        if asked and branch.put(asked):
+            graph_run.results.clear()
+    graph_run.sent, graph_run.said = flying.prompt, answer
+    graph_run.save()
+
+
+def fail_model_call(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
+    """Charge a model call that failed or was cancelled."""
+    flying = _model_call(graph_run, run_id)
+    if flying is None:
+        return
+    graph_run.has_failed(flying.place)
+    flying.turn.failed(error)
+    graph_run.save()
+
+
+# Tools
+
+
+def start_tool_call(
+    graph_run: GraphRun,
+    run_id: RunId,
+    serialized: Mapping[str, Any] | None,
+    given: str,
+    facts: Mapping[str, Any],
+) -> Flow[Exception | Trip | None]:
+    """Ask for a tool call, together with the others of its batch, and begin its body.
+
+    Returns:
+        None where it may begin; what its node turns into an error result; or, where nothing answers
+        a refused call, why the run has to end.
+    """
+    if run_id in graph_run.tools:
+        return None
+    name, inputs = str((serialized or {}).get("name", "")), facts.get("inputs")
+    id_ = facts.get("tool_call_id")
+    metadata: Mapping[str, Any] = facts.get("metadata") or {}
+    handoff = HANDOFF in metadata or name in graph_run.handoffs
+    call = ToolCall(
+        name=name,
+        arguments=_plain(given if inputs is None else inputs, id_),
+        id=id_,
+        kind="handoff" if handoff else "function",
+    )
+    opened: OpenToolCall | None = None
+    node = enclosing_tool_node()
+    if handoff:
+        _is_handoff(graph_run, name)
+        opened = graph_run.run.tool_call(call)
+    else:
+        branch = graph_run.branch(metadata.get("langgraph_checkpoint_ns"))
+        with graph_run.lock:
+            is_offered = branch.offer(id_, name, node)
+        opened = None if is_offered or id_ is None else _admitted_below(graph_run, id_, name)
+        if opened is None:
+            opened = yield from branch.calls.taken(call)
+    yield from graph_run.run.waited(opened)
+    refused = graph_run.run.start(opened)
+    if refused is not None:
+        graph_run.next_step = f"run the tool {name}"
+        return refusal(node, refused) or _trip_of(graph_run, opened)
+    flying = ToolCallInFlight(run_id, Stretch(graph_run, opened, run_id), opened)
+    graph_run.tools[run_id] = flying
+    OWNERS[run_id] = graph_run
+    FRAME.set(flying.step)
+    graph_run.save()
+    flying.forget = when_task_ends(partial(_cancelled, graph_run, run_id))
+    return None
+
+
+def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | None:
+    """Return a call that was admitted with the answer of a client in a node, by its id."""
+    guard = graph_run.run.guard
+    with graph_run.lock:
+        ours = [ticket for one in graph_run.tools.values() for ticket in one.call.tickets]
+        ours += graph_run.open_before
+    with guard.tree.lock:
+        tickets = list(guard.tree.open.values())
+    for ticket in tickets:
+        call = ticket.call
+        is_same = isinstance(call, ToolCall) and (call.id, call.name) == (id_, name)
+        if is_same and ticket not in ours and guard in ticket.guard.lineage:
+            return OpenToolCall(call, (ticket,))
+    return None
+
+
+def _plain(arguments: Any, id_: str | None) -> Any:
+    """Leave out the call's own id, which some tools are handed: it makes each call look new."""
+    if not isinstance(arguments, dict) or id_ is None:
+        return arguments  # pyright: ignore[reportUnknownVariableType]
+    given: dict[str, Any] = arguments  # pyright: ignore[reportUnknownVariableType]
+    # Of anything but a text, a comparison may be more than a yes or no.
+    if any(isinstance(value, str) and value == id_ for value in given.values()):
+        return {
+            name: value
+            for name, value in given.items()
+            if not (isinstance(value, str) and value == id_)
+        }
+    return given
+
+
+def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
+    """Stop a run in which nobody can answer the model for a refused call."""
+    if refused.trip is not None:
+        return refused.trip
+    run = graph_run.run
+    reason = refused.reason or StopReason.TOOL_QUOTA
+    detail = refused.detail or f"a call of {refused.call.name} was refused"
+    violation = Violation(reason=reason, detail=detail)
+    run.guard.hold(violation)
+    return run.check() or Trip(reason=reason, violations=(violation,), run_id=run.guard.run_id)
+
+
+def _tool_call(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
+    OWNERS.pop(run_id, None)
+    with graph_run.settled:
+        flying = graph_run.tools.pop(run_id, None)
+        graph_run.settled.notify_all()
+    if flying is not None:
+        flying.forget()
+        flying.step.leave()
+    return flying
+
+
+def _cancelled(graph_run: GraphRun, run_id: RunId) -> None:
+    """Note that the task of a tool call ended before it: its outcome is unknown."""
+    flying = _tool_call(graph_run, run_id)
+    if flying is not None:
+        graph_run.interrupted.append(flying.call)
+        if graph_run.run.ended or graph_run.root is None:
+            graph_run.settle_interrupted()
+
+
+def end_tool_call(graph_run: GraphRun, run_id: RunId, output: Any) -> None:
+    """Settle a tool call that returned."""
+    flying = _tool_call(graph_run, run_id)
+    if flying is None:
+        return
+    run, call = graph_run.run, flying.call
+    if isinstance(output, Command) and output.graph is not None:
+        _was_handoff(graph_run, call)
+    message = _message_in(output)
+    if message is None:
+        run.finished(call, _result(cast("object", output)))
+    else:
+        content = message.content
+        run.finished(call, content, error=str(content) if message.status == "error" else None)
+        with graph_run.lock:
+            graph_run.results.setdefault(message.tool_call_id, []).append(message)
+    graph_run.save()
+
+
+def fail_tool_call(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | None:
+    """Settle a tool call that failed; one that a stop or a person interrupted stays open.
+
+    Returns:
+        The stop of a run of another adapter in the tool, by a limit of this one: as our own it
+        ends the graph in good order.
+    """
+    flying = _tool_call(graph_run, run_id)
+    if flying is None:
+        return None
+    run, call = graph_run.run, flying.call
+    if is_stop(error):
+        graph_run.interrupted.append(call)
+        return None if isinstance(error, GraphBubbleUp) else run.stopped_by
+    if isinstance(error, GraphInterrupt) and call.call.id is not None:
+        asked: Any = error.args[0] if error.args else ()
+        if all(is_budget_interrupt(one) for one in asked):
+            # A graph in its body was stopped, and LangGraph has made an interrupt of its own of it.
+            graph_run.interrupted.append(call)
+        # Else its body runs again with the answer, and is the same call.
+        return None
+    if isinstance(error, GraphBubbleUp):
+        command = error.args[0] if error.args else None
+        _was_handoff(graph_run, call)
+        run.finished(call, _result(command))
+    elif isinstance(error, Exception):
+        run.finished(call, error=error)
+    else:
+        graph_run.interrupted.append(call)
+    graph_run.save()
+    return None
+
+
+def _was_handoff(graph_run: GraphRun, call: OpenToolCall) -> None:
+    """A tool that leaves its graph hands over: it is no tool call, and is known from now on."""
+    name = call.call.name
+    if call.call.kind == "function":
+        _is_handoff(graph_run, name)
+        for ticket in call.tickets:
+            ticket.guard.withdraw(ticket)
+
+
+def _is_handoff(graph_run: GraphRun, name: str) -> None:
+    if len(graph_run.handoffs) < 256:
+        graph_run.handoffs.add(name)
+
+
+def _message_in(output: Any) -> ToolMessage | None:
+    """Return the result that the model gets to see."""
+    if isinstance(output, ToolMessage):
+        return output
+    if isinstance(output, Command):
+        update: Any = cast("Any", output).update
+        found: Any = cast("Any", update).get("messages", ()) if isinstance(update, dict) else ()
+        listed: list[Any] = cast("list[Any]", found) if isinstance(found, list) else [found]
+        return next((one for one in reversed(listed) if isinstance(one, ToolMessage)), None)
+    return None
+
+
+def _result(output: object) -> object:
+    """Make something of a result that can be compared: what a command changes, not its ids."""
+    if isinstance(output, Command):
+        command = cast("Any", output)
+        update: Any = command.update
+        known = isinstance(update, dict)
+        changes: dict[str, Any] = dict(cast("dict[str, Any]", update)) if known else {"": update}
+        return {
+            "goto": str(command.goto),
+            "update": {str(name): _text(value) for name, value in changes.items()},
+        }
+    return output
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, BaseMessage):
+        return str(value.content)
+    if isinstance(value, list):
+        return str([_text(one) for one in cast("list[Any]", value)])
+    return str(value)

@@ -1,0 +1,144 @@
+"""LangChain's messages as a dialect of the kit, and the conversation in a graph's state."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, cast
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    convert_to_messages,
+    messages_to_dict,
+)
+
+from budgetguard_core.kit import Call, Turn, close_history, end_history, open_calls
+
+_KINDS: Final[Mapping[str, type[BaseMessage]]] = {"system": SystemMessage, "assistant": AIMessage}
+_ROLES: Final[Mapping[str, Any]] = {"system": "system", "ai": "assistant", "tool": "tool"}
+
+
+class Dialect:
+    """The dialect of LangChain's messages."""
+
+    def read(self, message: BaseMessage) -> Turn:
+        """Read a message; tool calls that nobody could read are sent too, so they are calls."""
+        if isinstance(message, ToolMessage):
+            return Turn("tool", results=((message.tool_call_id, text_of(message)),))
+        if isinstance(message, AIMessage):
+            asked = [*message.tool_calls, *(one for one in message.invalid_tool_calls if one["id"])]
+            calls = tuple(Call(one["id"] or "", one["name"] or "", one["args"]) for one in asked)
+            text = text_of(message)
+            parts = () if calls and not text else (text,)
+            return Turn("assistant", parts, calls, synthetic=is_synthetic(message))
+        content = message.content
+        return Turn(
+            _ROLES.get(message.type, "user"),
+            (content,) if isinstance(content, str) else (*content,),
+        )
+
+    def results(self, results: Sequence[tuple[Call, Any]], onto: Any) -> list[BaseMessage]:
+        """Write tool results: a message that a node has lost, or an error with a note."""
+        made: list[BaseMessage] = [
+            result
+            if isinstance(result, ToolMessage)
+            else ToolMessage(
+                str(result),
+                tool_call_id=call.id,
+                name=call.name,
+                status="error",
+                id=str(uuid.uuid4()),
+            )
+            for call, result in results
+        ]
+        return made if onto is None else [onto, *made]
+
+    def ending(self, text: str, metadata: Mapping[str, Any], onto: Any) -> AIMessage:
+        """Write the synthetic last message; one that takes an answer's place has its id."""
+        if onto is None:
+            return AIMessage(text, response_metadata=dict(metadata), id=str(uuid.uuid4()))
+        content = onto.content
+        if isinstance(content, str):
+            content = f"{content}\n\n{text}" if content else text
+        else:
+            content = [*content, {"type": "text", "text": text}]
+        changes = {
+            "content": content,
+            "response_metadata": {**onto.response_metadata, **metadata},
+            "id": onto.id or str(uuid.uuid4()),
+        }
+        return cast("AIMessage", onto.model_copy(update=changes))
+
+    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> BaseMessage:
+        """Write one message of the parts of several."""
+        given = [one for parts in messages for one in parts if one]
+        content: Any = given
+        if all(isinstance(one, str) for one in given):
+            content = "\n\n".join(given)
+        else:
+            content = [
+                {"type": "text", "text": one} if isinstance(one, str) else one for one in given
+            ]
+        return _KINDS.get(role, HumanMessage)(content)
+
+    def plain(self, messages: Sequence[BaseMessage]) -> list[Any]:
+        """Write messages as plain data."""
+        return messages_to_dict(messages)
+
+
+DIALECT: Final = Dialect()
+
+
+def text_of(message: BaseMessage) -> str:
+    """Return the text of a message."""
+    return str(cast("Any", message).text)
+
+
+def is_synthetic(message: BaseMessage | None) -> bool:
+    """Return whether a message was made by a stopped run."""
+    return isinstance(message, AIMessage) and message.response_metadata.get("synthetic") is True
+
+
+def has_open_calls(messages: Sequence[BaseMessage]) -> bool:
+    """Return whether tool calls have no result yet."""
+    return bool(open_calls([DIALECT.read(one) for one in messages]))
+
+
+def ended(
+    messages: Sequence[BaseMessage],
+    answer: Callable[[Call, int], Any],
+    text: str,
+    metadata: Mapping[str, Any],
+) -> tuple[list[BaseMessage], list[BaseMessage]]:
+    """Close a conversation and end it with the synthetic message; return it, and what is new."""
+    whole, new = close_history(messages, DIALECT, answer)
+    whole, last = end_history(whole, DIALECT, text, metadata)
+    return whole, [*new, last]
+
+
+def held_in(values: Any, key: str) -> Any:
+    """Return what a graph's state holds under a key; a state that is one value is returned."""
+    return values.get(key) if isinstance(values, dict) else getattr(values, key, values)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def messages_of(values: Any, key: str | None) -> list[BaseMessage]:
+    """Return the conversation in a graph's state, or nothing where it has none.
+
+    Texts, pairs and tables among messages are read as LangChain's models read them. A list that
+    holds no message is the graph's own.
+    """
+    found = None if key is None else held_in(values, key)
+    if not isinstance(found, (list, tuple)):
+        return []
+    listed = cast("Sequence[Any]", found)
+    messages = [message for message in listed if isinstance(message, BaseMessage)]
+    if messages and len(messages) < len(listed):
+        # What they cannot read either is the graph's own, and only looked past.
+        with suppress(NotImplementedError, TypeError, ValueError):
+            return convert_to_messages(listed)
+    return messages
