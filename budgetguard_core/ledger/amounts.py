@@ -142,10 +142,9 @@ def to_ceiling(usd: Decimal | float | None = None, *counts: int | None) -> Amoun
         raise ConfigurationError(f"a ceiling must be > 0, got {usd}. {_NO_CEILING}")
     for name, count in zip(DIMENSIONS[1:], counts, strict=False):
         if count is not None and (type(count) is not int or count < 1):
-            words = name.replace("_", " ")
+            words = f"a ceiling of {name.replace('_', ' ')}"
             raise ConfigurationError(
-                f"a ceiling of {words} must be a whole number >= 1, got {shown(count)}. "
-                f"{_NO_CEILING}"
+                f"{words} must be a whole number >= 1, got {shown(count)}. {_NO_CEILING}"
             )
     return Amount(nano, *[count or 0 for count in counts])
 

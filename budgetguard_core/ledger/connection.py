@@ -112,16 +112,16 @@ class Connection:
         Raises:
             LedgerChanged: It is another, or an earlier state of the one that is known.
         """
-        known = self._known
+        known, found = self._known, ""
         if known and met.id == known and met.sequence < self._sequence:
+            found = f"at change {self._sequence}, got {met.sequence}: it was rolled back"
+        elif known and met.id != known and (not met.adopted or met.adopted < self._seen):
+            got = met.id or "an empty store"
+            found = f"{known}, got {got}: it was wiped, or is another"
+        if found:
             raise LedgerChanged(
-                f"the ledger must be at change {self._sequence}, got {met.sequence}: it was rolled "
-                "back. Restore it, or accept it as it is with `budgetguard ledger adopt`."
-            )
-        if known and met.id != known and (not met.adopted or met.adopted < self._seen):
-            raise LedgerChanged(
-                f"the ledger must be {known}, got {met.id or 'an empty store'}: it was wiped, or "
-                "is another. Restore it, or accept it as it is with `budgetguard ledger adopt`."
+                f"the ledger must be {found}. Restore it, or accept it as it is with "
+                "`budgetguard ledger adopt`."
             )
         if met.id != known:
             self._known, self._sequence = met.id, met.sequence

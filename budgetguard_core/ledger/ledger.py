@@ -121,10 +121,8 @@ class Ledger:
         self._defaults = self._checked(ceilings)
         self._time_zone = time_zone
         self._timeout = timeout
-        self._allowance = None
-        if on_ledger_error == "allow":
-            most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
-            self._allowance = Allowance(most)
+        most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
+        self._allowance = Allowance(most) if on_ledger_error == "allow" else None
         self._open = partial(
             Connection, address.open, self._clock, timeout=timeout, is_server=address.is_server
         )
@@ -164,11 +162,6 @@ class Ledger:
         raise TypeError("a Ledger belongs to its process and cannot be pickled. Pass its URL.")
 
     @property
-    def trips(self) -> int:
-        """Steps that were sent to the store so far."""
-        return self.connection.trips
-
-    @property
     def id(self) -> str:
         """The ledger's own id, made at first use."""
         return self.connection.ask(lambda store: store.identity()).id
@@ -196,11 +189,8 @@ class Ledger:
             model_calls: How many model calls are made.
             tool_calls: How many tool calls are made.
             reservation_id: A name for this reservation: a retry with the same name is the same
-                reservation, for a day. It stays charged if the store did not answer and nobody
+                reservation, on that day. It stays charged if the store did not answer and nobody
                 tries again.
-
-        Returns:
-            The reservation, to be settled or released.
 
         Raises:
             LedgerRefused: It does not fit, a kill switch is set, or the store cannot be reached
@@ -210,9 +200,7 @@ class Ledger:
         amount = to_amount(usd, tokens, model_calls, tool_calls)
         if model_calls and not usd and not tokens:  # or a used-up ceiling would admit it
             amount = amount._replace(usd=1, tokens=1)
-        name = reservation_id
-        if name is not None:
-            check_name(name, "reservation_id")
+        name = None if reservation_id is None else check_name(reservation_id, "reservation_id")
         owner = check_name(run, "run") if run else ""
         obtained = self._reservations.reserve(self._account(tenant), amount, owner, name)
         if isinstance(obtained, LedgerRefused):
@@ -272,7 +260,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: A figure makes no sense, or is larger than the store can count.
-            LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, self._checked(ceilings))
@@ -282,7 +269,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: The key is no name.
-            LedgerUnreachable: The store does not answer.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
         self._ceilings.store(key, dict.fromkeys(self._kinds))
@@ -408,7 +394,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
-            LedgerUnreachable: The store does not answer; nothing was stopped.
         """
         flag = flag_of(tenant, run, everything)
         kill = Kill(flag, plain(who), self.now(), plain(why))
@@ -423,7 +408,6 @@ class Ledger:
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
-            LedgerUnreachable: The store does not answer; nothing was revived.
         """
         flag = flag_of(tenant, run, everything)
         self.connection.ask(lambda store: store.write(f"f:{flag}", None))

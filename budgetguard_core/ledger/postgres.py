@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING, Amount
+from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -63,23 +63,14 @@ class PostgresLedgerStore:
         timeout: Seconds until a step gives up.
 
     Raises:
-        ConfigurationError: psycopg is missing, or the data base is not UTF-8.
+        ConfigurationError: The data base is not UTF-8.
         LedgerUnreachable: The server does not answer.
     """
 
-    largest_ceiling = LARGEST_CEILING
-
     def __init__(self, url: str, *, timeout: float = 1.0) -> None:
-        try:
-            import psycopg
-            import psycopg_pool
-        except ModuleNotFoundError as error:
-            if error.name not in ("psycopg", "psycopg_pool"):
-                raise
-            raise ConfigurationError(
-                f"a ledger in PostgreSQL needs {error.name}, which is not installed. "
-                'Install the extra from the checkout: pip install ".[postgres]"'
-            ) from None
+        import psycopg
+        import psycopg_pool
+
         self._psycopg: Any = psycopg
         self._pools: Any = psycopg_pool
         logging.getLogger("psycopg.pool").addFilter(_without_arguments)
@@ -149,11 +140,11 @@ class PostgresLedgerStore:
                 "Make one with ENCODING 'UTF8'."
             )
         if _format(db) is None:
-            with db.transaction():
-                db.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
-                db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION,))
-                if not _is_made(db):
-                    schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+            db.execute("SET lock_timeout = 0; SET statement_timeout = 0")
+            db.execute("SELECT pg_advisory_lock(%s)", (_MIGRATION,))  # until this connection ends
+            if _format(db) is None:
+                schema = files("budgetguard_core.ledger").joinpath("schema_v1.sql")
+                with db.transaction():
                     db.execute(schema.read_text("utf-8"))
                     db.execute("INSERT INTO bg_notes VALUES('format', %s)", (_FORMAT,))
         found = _format(db)
@@ -290,15 +281,10 @@ class PostgresLedgerStore:
 
     def windows(self, key: str = "") -> list[WindowRecord]:
         """Return every window, or those of one key."""
-        order = " ORDER BY key, label"
-        rows = (
-            self._all(f"{_WINDOW} WHERE key = %s{order}", key)
-            if key
-            else self._all(_WINDOW + order)
-        )
+        of_one = "key = %s ORDER BY label" if key else "%s = '' ORDER BY key, label"
         return [
             WindowRecord(name, label, *[Amount(*vector) for vector in vectors])
-            for name, label, *vectors in rows
+            for name, label, *vectors in self._all(f"{_WINDOW} WHERE {of_one}", key)
         ]
 
     def holds(self) -> list[HoldRecord]:
@@ -363,16 +349,6 @@ def _until(
             state = gen.send(ready)
     except StopIteration as end:
         return cast("_R", end.value)
-
-
-def _is_made(db: Any) -> bool:
-    # The catalogue itself: what a name means is cached for the whole of a transaction, and this
-    # one began before another process made the tables.
-    (count,) = db.execute(
-        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-        "WHERE c.relname = 'bg_notes' AND n.nspname = ANY(current_schemas(false))"
-    ).fetchone()
-    return bool(count)
 
 
 def _format(db: Any) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING_IN_LUA, Amount
+from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
@@ -42,26 +42,17 @@ class RedisLedgerStore:
         timeout: Seconds until a step gives up.
 
     Raises:
-        ConfigurationError: The URL makes no sense, or redis-py is missing.
+        ConfigurationError: The URL makes no sense.
         LedgerUnreachable: The server does not answer.
         LedgerError: The server would throw keys away, or is a part of a cluster.
     """
 
-    largest_ceiling = LARGEST_CEILING_IN_LUA
-
     def __init__(self, url: str, *, name: str = "budgetguard", timeout: float = 1.0) -> None:
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.exceptions import NoScriptError, ReadOnlyError
-            from redis.retry import Retry
-        except ModuleNotFoundError as error:
-            if error.name != "redis":
-                raise
-            raise ConfigurationError(
-                "a ledger in Redis needs redis-py, which is not installed. "
-                'Install the extra from the checkout: pip install ".[redis]"'
-            ) from None
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import NoScriptError, ReadOnlyError
+        from redis.retry import Retry
+
         self._url = url
         # redis-py's own defaults hold a caller for a minute: 5 s, and ten attempts. Here a second
         # try on a new connection, within the time-out: a server was restarted or has become a

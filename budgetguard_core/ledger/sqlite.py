@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_CEILING, ZERO, Amount
+from budgetguard_core.ledger.amounts import ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     TOMBSTONE_SECONDS,
     Answer,
-    Change,
     Hold,
     HoldRecord,
     Identity,
@@ -64,6 +63,7 @@ _KEEP_WINDOW = (
     "VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(key, label) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in (*_ROW.split(", "), "warned"))
 )
+_FORGET_WINDOWS = "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?"
 _CEILING = "SELECT text FROM notes WHERE name IN (?, ?) ORDER BY name DESC"  # its own one first
 # More are looked at than can have come in. An index of closed holds by time would be one page more
 # in every settlement.
@@ -104,8 +104,6 @@ class SqliteLedgerStore:
         ConfigurationError: `synchronous` is none of SQLite's.
         LedgerUnreachable: The file cannot be used.
     """
-
-    largest_ceiling = LARGEST_CEILING
 
     def __init__(
         self,
@@ -248,48 +246,24 @@ class SqliteLedgerStore:
         if found[4] is not None:
             elsewhere = not found[4] and found[5] != lines_of(step.windows)
             hold = Hold(Amount(*found[:4]), bool(found[4]), elsewhere)
-        rows: list[Row] = []
-        defaults: list[Amount] = []
-        ceilings: list[Amount] = []
-        for window in step.windows:
-            row = db.execute(_LOOK_AT_WINDOW, window[:2]).fetchone()
-            rows.append(
-                Row() if row is None else Row(Amount(*row[:4]), Amount(*row[4:8]), row[12], False)
-            )
-            defaults.append(ZERO if row is None else Amount(*row[8:12]))
-            if step.verb == "reserve" and hold is None:
-                names = (ceiling_name(window.key, window.label), ceiling_name("", window.label))
-                stored = db.execute(_CEILING, names).fetchone()
-                ceilings.append(window.ceiling if stored is None else ceiling_of_text(stored[0]))
-        flag = "" if step.verb == "settle" else _flag(db, step.flags)
+        taking = step.verb == "reserve"
+        rows = [_row(db, window) for window in step.windows]
+        ceilings = [_ceiling(db, one) for one in step.windows] if taking and hold is None else []
+        flag = _flag(db, step.flags) if taking else ""
         answer, change = decide(step, now, hold, rows, ceilings, flag)
         if change is None:
             return answer._replace(sequence=sequence)
-        if step.verb == "reserve":
-            defaults = [window.ceiling for window in step.windows]
-            for window, row in zip(step.windows, rows, strict=True):
-                if row.is_new:
-                    _begin_window(db, window)
-        self._keep(db, step, answer, change, rows, defaults)
-        return answer._replace(sequence=sequence + 1)
-
-    def _keep(
-        self,
-        db: sqlite3.Connection,
-        step: Step,
-        answer: Answer,
-        change: Change,
-        rows: list[Row],
-        defaults: list[Amount],
-    ) -> None:
         for place, (window, row) in enumerate(zip(step.windows, rows, strict=True)):
             charged, spent = row.charged.plus(change.charged), row.spent.plus(change.spent)
-            if row.is_new and step.verb == "settle":  # it was pruned, or the store has lost it
+            ceiling, warned = row.ceiling, row.warned or bool(answer.warn >> place & 1)
+            if taking:
+                ceiling = window.ceiling
+                if row.is_new:
+                    db.execute(_FORGET_WINDOWS, (window.key, window.label[:2], window.oldest))
+            elif row.is_new:  # it was pruned, or the store has lost it
                 charged = spent = answer.amount
-            warned = bool(row.warned or answer.warn >> place & 1)
-            db.execute(_KEEP_WINDOW, (*window[:2], *charged, *spent, *defaults[place], warned))
-        closed = step.verb == "settle"
-        expires = answer.now + (TOMBSTONE_SECONDS if closed else step.ttl)
+            db.execute(_KEEP_WINDOW, (*window[:2], *charged, *spent, *ceiling, warned))
+        expires = answer.now + (step.ttl if taking else TOMBSTONE_SECONDS)
         db.execute(
             "INSERT INTO holds VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
             "a0 = excluded.a0, a1 = excluded.a1, a2 = excluded.a2, a3 = excluded.a3, "
@@ -297,7 +271,7 @@ class SqliteLedgerStore:
             (
                 step.id,
                 *answer.amount,
-                closed,
+                not taking,
                 answer.now,
                 expires,
                 step.owner,
@@ -308,6 +282,7 @@ class SqliteLedgerStore:
         self._kept += 1
         if self._kept % _STEPS_BETWEEN_CLEANINGS == 1:  # an early one, for processes of a few
             self._cleaned_to = _forget_closed(db, answer.now, self._cleaned_to)
+        return answer._replace(sequence=sequence + 1)
 
     # Identity, notes, ceilings, reports
 
@@ -347,15 +322,11 @@ class SqliteLedgerStore:
 
     def windows(self, key: str = "") -> list[WindowRecord]:
         """Return every window, or those of one key."""
-        statement = f"SELECT key, label, {_ROW} FROM windows"  # noqa: S608
-        order = " ORDER BY key, label"
+        statement = f"SELECT key, label, {_ROW} FROM windows WHERE "  # noqa: S608
+        statement += "key = ? ORDER BY label" if key else "? = '' ORDER BY key, label"
         return [
             WindowRecord(name, label, Amount(*row[:4]), Amount(*row[4:8]), Amount(*row[8:12]))
-            for name, label, *row in (
-                self._do(f"{statement} WHERE key = ?{order}", key)
-                if key
-                else self._do(statement + order)
-            )
+            for name, label, *row in self._do(statement, key)
         ]
 
     def holds(self) -> list[HoldRecord]:
@@ -424,12 +395,17 @@ def _flag(db: sqlite3.Connection, flags: Iterable[str]) -> str:
     return ""
 
 
-def _begin_window(db: sqlite3.Connection, window: Window) -> None:
-    """Forget the windows that a new one makes too old to keep."""
-    db.execute(
-        "DELETE FROM windows WHERE key = ? AND label >= ? AND label < ?",
-        (window.key, window.label[:2], window.oldest),
-    )
+def _row(db: sqlite3.Connection, window: Window) -> Row:
+    row = db.execute(_LOOK_AT_WINDOW, window[:2]).fetchone()
+    if row is None:
+        return Row()
+    return Row(Amount(*row[:4]), Amount(*row[4:8]), Amount(*row[8:12]), bool(row[12]), is_new=False)
+
+
+def _ceiling(db: sqlite3.Connection, window: Window) -> Amount:
+    names = (ceiling_name(window.key, window.label), ceiling_name("", window.label))
+    stored = db.execute(_CEILING, names).fetchone()
+    return window.ceiling if stored is None else ceiling_of_text(stored[0])
 
 
 def _forget_closed(db: sqlite3.Connection, now: float, after: str) -> str:

@@ -90,6 +90,8 @@ class Row(NamedTuple):
 
     charged: Amount = ZERO
     spent: Amount = ZERO
+    ceiling: Amount = ZERO
+    """The default of the process that reserved last."""
     warned: bool = False
     is_new: bool = True
 

@@ -90,7 +90,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
     if scheme == "sqlite":
         shown, open_store = _sqlite(parts.netloc, unquote(parts.path), options, timeout, clock)
     elif scheme in _REDIS:
-        _need("redis", "redis", "Redis")
+        _need("redis", "Redis", "redis")
         number = parts.path.strip("/")
         if scheme != "unix" and number and not (number.isascii() and number.isdigit()):
             # redis-py would take the first one.
@@ -104,7 +104,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         open_store = partial(_open_redis, f"{bare}?{urlencode(kept)}", name, timeout)
         largest = LARGEST_CEILING_IN_LUA
     elif scheme in _POSTGRES:
-        _need("psycopg", "postgres", "PostgreSQL")
+        _need("postgres", "PostgreSQL", "psycopg", "psycopg_pool")
         query = urlencode(options, quote_via=quote)  # libpq takes no + for a space
         open_store = partial(_open_postgres, f"{bare}?{query}" if query else bare, timeout)
         # Where no data base is named, it is the user's.
@@ -146,12 +146,13 @@ def _open_postgres(url: str, timeout: float) -> Store:
     return PostgresLedgerStore(url, timeout=timeout)
 
 
-def _need(module: str, extra: str, what: str) -> None:
-    if find_spec(module) is None:
-        raise ConfigurationError(
-            f"a ledger in {what} needs {module}, which is not installed. "
-            f'Install the extra from the checkout: pip install ".[{extra}]"'
-        )
+def _need(extra: str, what: str, *modules: str) -> None:
+    for module in modules:
+        if find_spec(module) is None:
+            raise ConfigurationError(
+                f"a ledger in {what} needs {module}, which is not installed. "
+                f'Install the extra from the checkout: pip install ".[{extra}]"'
+            )
 
 
 def _wrong(got: str) -> ConfigurationError:

@@ -123,18 +123,12 @@ def as_keys(tenant: Tenant, time_zone: str = "UTC") -> tuple[Key, ...]:
         return (tenant,)
     if isinstance(tenant, str):
         return (Key(tenant, time_zone),)
-    try:
-        parts = tuple(tenant)
-    except TypeError:
-        raise ConfigurationError(
-            f"tenant must be a name, a Key, or a list of them, got {type(tenant).__name__}. "
-            'Use tenant="acme" or tenant=("acme", "acme/user-7").'
-        ) from None
+    parts = tuple(tenant) if isinstance(tenant, Iterable) else ()
     keys = tuple(one if isinstance(one, Key) else Key(one, time_zone) for one in parts)
-    names = [key.name for key in keys]
-    if not keys or len(set(names)) != len(names) or len(keys) > 16:
+    if not 1 <= len(keys) <= 16 or len({key.name for key in keys}) != len(keys):
+        got = len(keys) if isinstance(tenant, Iterable) else type(tenant).__name__
         raise ConfigurationError(
-            f"tenant must be a name, a Key, or 1 to 16 different ones, got {len(keys)}. "
+            f"tenant must be a name, a Key, or 1 to 16 different ones, got {got}. "
             'Use tenant="acme" or tenant=("acme", "acme/user-7").'
         )
     return keys

@@ -268,10 +268,10 @@ def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_p
                 with pytest.raises(LedgerRefused, match="must answer in time"):
                     ledger.reserve("acme", usd=1)
                 assert seconds() - started < 30
-                trips, ledger.connection._pause_ns = ledger.trips, 10**12
+                trips, ledger.connection._pause_ns = ledger.connection.trips, 10**12
                 with pytest.raises(LedgerRefused):  # at once: it did not answer a moment ago
                     ledger.reserve("acme", usd=1)
-                assert ledger.trips == trips
+                assert ledger.connection.trips == trips
             finally:
                 server.send(signal.SIGCONT)
             ledger.connection._pause_ns = 0

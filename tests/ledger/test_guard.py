@@ -124,10 +124,10 @@ def test_tool_calls_are_reserved_where_a_ceiling_is_set_for_them(place, opened):
     assert "3 of 3 tool calls of the day" in third.trip.detail
     used = day(ledger)
     assert (used.spent_tool_calls, used.reserved_tool_calls) == (1, 2)
-    trips = ledger.trips
+    trips = ledger.connection.trips
     free = Guard(ledger=opened(place, daily_usd=5), tenant="beta")
     assert isinstance(free.admit_tool_call(ToolCall(name="search")), Admit)
-    assert ledger.trips == trips
+    assert ledger.connection.trips == trips
 
 
 def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place, tmp_path):
@@ -444,9 +444,9 @@ def test_another_processs_ceiling_is_seen_after_a_second(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     assert isinstance(guard.admit_model_call(UNPRICED), Admit)
     operator.set_ceilings("acme", daily_usd=1)
-    trips = ledger.trips
+    trips = ledger.connection.trips
     assert isinstance(guard.admit_model_call(UNPRICED), Admit)
-    assert ledger.trips - trips <= 1
+    assert ledger.connection.trips - trips <= 1
     clock.advance(2)
     assert guard.admit_model_call(UNPRICED).trip.reason == "unpriced_model"
 

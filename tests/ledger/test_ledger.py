@@ -122,7 +122,7 @@ def test_stored_ceilings_win_over_defaults(place, opened):
 
 def test_a_ceiling_that_the_store_cannot_count_is_refused(place, opened, store):
     ledger = opened(place)
-    most = store.largest_ceiling
+    most = parse_url(place.url).largest_ceiling
     with pytest.raises(ConfigurationError, match="must be below"):
         ledger.set_ceilings("acme", daily_tokens=most)
     ledger.set_ceilings("acme", daily_tokens=most - 1)
@@ -596,6 +596,10 @@ def test_a_missing_driver_is_named_with_its_extra(monkeypatch):
     with pytest.raises(ConfigurationError, match=r'pip install "\.\[redis\]"'):
         Ledger("redis://127.0.0.1")
     with pytest.raises(ConfigurationError, match=r'pip install "\.\[postgres\]"'):
+        Ledger("postgresql://127.0.0.1/x")
+    found = {"psycopg"}.intersection
+    monkeypatch.setattr("budgetguard_core.ledger.url.find_spec", lambda name: found({name}) or None)
+    with pytest.raises(ConfigurationError, match="needs psycopg_pool, which is not installed"):
         Ledger("postgresql://127.0.0.1/x")
 
 

@@ -74,6 +74,22 @@ def test_a_ledger_that_is_used_again_charges_nothing_twice(sqlite, opened, monke
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.25"), 0)
 
 
+def test_a_call_that_a_new_process_sent_while_it_was_under_way_is_charged_as_reserved(
+    sqlite, opened, monkeypatch
+):
+    ledger = opened(sqlite, on_ledger_error="allow")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.connection, "take", silent)
+        reservation = ledger.reserve("acme", usd=1)
+    opened(sqlite).beat()
+    reservation.settle(0.25)
+    ledger.beat()
+    day = ledger.usage("acme").daily
+    assert (day.spent_usd, day.reserved_usd) == (1, 0)
+    opened(sqlite).beat()
+    assert ledger.usage("acme").daily.spent_usd == 1
+
+
 def test_who_is_refused_at_once_is_told_why_too(sqlite, opened):
     ledger = opened(sqlite)
 

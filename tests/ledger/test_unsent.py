@@ -171,36 +171,6 @@ def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opene
     assert told == [Warned("acme", "tenant_daily", "d:2026-11-22")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "driver", "package"),
-    [("redis", "redis", "redis-py"), ("postgres", "psycopg", "psycopg")],
-)
-def test_a_store_names_the_driver_that_is_missing(kind, driver, package, monkeypatch):
-    import sys
-
-    from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.postgres import PostgresLedgerStore
-    from budgetguard_core.ledger.redis import RedisLedgerStore
-
-    class Absent:
-        def __init__(self, name):
-            self.name = name
-
-        def find_spec(self, name, *_):
-            if name == driver:
-                raise ModuleNotFoundError(name, name=self.name)
-
-    for name in [one for one in sys.modules if one.partition(".")[0] == driver]:
-        monkeypatch.delitem(sys.modules, name)
-    store = RedisLedgerStore if kind == "redis" else PostgresLedgerStore
-    monkeypatch.setattr(sys, "meta_path", [Absent(driver), *sys.meta_path])
-    with pytest.raises(ConfigurationError, match=f"needs {package}, which is not installed"):
-        store("redis://127.0.0.1:1")
-    monkeypatch.setattr(sys, "meta_path", [Absent("a part of it"), *sys.meta_path[1:]])
-    with pytest.raises(ModuleNotFoundError):
-        store("redis://127.0.0.1:1")
-
-
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0?socket_timeout=x", "redis://h?nobody=1"])
 def test_a_redis_url_that_its_client_does_not_take_is_refused(url):
     from budgetguard_core.errors import ConfigurationError
