@@ -83,11 +83,6 @@ def result_text(result: Any, ignore: AbstractSet[str] = _NOTHING) -> str:
     """Write the result of a call: text as it is but for the white space around it.
 
     Everything else is written as arguments are.
-
-    Args:
-        result: What the tool returned. Any object is accepted.
-        ignore: Names at the top of a mapping, or of text that holds a JSON object, that do not
-            tell results apart, such as `elapsed_ms`.
     """
     if type(result) is not str:
         return canonical(result, ignore)

@@ -367,13 +367,7 @@ def passed(used: Sequence[int], needed: Request, limits: Sequence[float]) -> lis
 
 
 def violations(chain: Chain, now: int, request: Request | tuple[bool, int, int, int]) -> Found:
-    """Return what every link holds against a step; empty where it may start.
-
-    Args:
-        chain: The links.
-        now: The time.
-        request: What is asked for; of a model call whether it is a retry, and its projection.
-    """
+    """Return what every link holds against a step; empty where it may start."""
     found: Found = []
     for link in chain:
         counters = link.counters

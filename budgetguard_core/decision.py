@@ -102,10 +102,6 @@ class Occurrences:
     Two calls never get the same number, however long ago the first one was: what is forgotten
     raises the number with which everything else begins. A call that was not made after all, or
     was left open by a process that is gone, gives its number back to the same call.
-
-    Args:
-        floor: The number with which a call begins that is not known.
-        counts: The next number of each known call, by its digest; the least recent first.
     """
 
     def __init__(self, floor: int = 0, counts: Mapping[str, int] | None = None) -> None:
@@ -256,11 +252,7 @@ ToolDecision: TypeAlias = Admit | Refuse | Stop
 
 
 def check_projection(call: ModelCall) -> None:
-    """Refuse a projection that no call can have: it would be in every sum from then on.
-
-    Raises:
-        ConfigurationError: A figure is not a whole number in its range.
-    """
+    """Refuse a projection that no call can have: it would be in every sum from then on."""
     bound = call.max_output_tokens
     for name, value, least, way_out in (
         ("input_tokens", call.input_tokens, 0, "Use 0 where it is not known."),
@@ -274,11 +266,7 @@ def check_projection(call: ModelCall) -> None:
 
 
 def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> int:
-    """Return what a call costs at most, in the unit of `pricing`; 0 where nothing is known.
-
-    Raises:
-        ConfigurationError: The caller's own projection makes no sense.
-    """
+    """Return what a call costs at most, in the unit of `pricing`; 0 where nothing is known."""
     if call.cost_usd is not None:
         return given_cost(call.cost_usd)
     if rates is None or not (call.input_tokens or bound):
@@ -287,11 +275,7 @@ def projected_cost(call: ModelCall, rates: Rates | None, bound: int | None) -> i
 
 
 def given_cost(cost_usd: Decimal) -> int:
-    """Turn an amount that the caller gave into the unit of `pricing`.
-
-    Raises:
-        ConfigurationError: It is not a Decimal >= 0, or it is far above any call.
-    """
+    """Turn an amount that the caller gave into the unit of `pricing`."""
     if type(cost_usd) is not Decimal or not (cost_usd.is_finite() and 0 <= cost_usd < _MOST_USD):
         raise ConfigurationError(
             f"cost_usd must be a Decimal >= 0, got {shown(cost_usd)}. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,6 +55,26 @@ class EventBase(BaseModel):
     """Monotonic nanoseconds. For measuring between events of one process."""
     wall_ns: int
     """Nanoseconds since the Unix epoch."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """Make an event of what the engine says itself; `model_construct` takes five times that."""
+        event = cls.__new__(cls)
+        put = object.__setattr__
+        put(event, "__dict__", _defaults(cls) | fields)
+        put(event, "__pydantic_fields_set__", fields.keys() | {"event"})
+        put(event, "__pydantic_extra__", None)
+        put(event, "__pydantic_private__", None)
+        return event
+
+
+@cache
+def _defaults(kind: type[EventBase]) -> dict[str, Any]:
+    """Return the fields of a kind of event in their order, with their defaults."""
+    return {
+        name: None if field.is_required() else field.default
+        for name, field in kind.model_fields.items()
+    }
 
 
 class RunStarted(EventBase):

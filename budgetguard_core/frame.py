@@ -56,17 +56,8 @@ NOWHERE: Final = _Nowhere(None)
 """As the innermost frame: nothing is around this code, not even what bounds the whole process."""
 
 
-class _Process:
-    """The frame around all code of this process."""
-
-    def __init__(self) -> None:
-        self.frame: Frame | None = None
-
-    def bind(self, frame: Frame | None) -> None:
-        self.frame = frame
-
-
-_PROCESS: Final = _Process()
+# The frame around all code of this process.
+_PROCESS: Final[list[Frame]] = []
 
 
 def bound_process(frame: Frame | None) -> None:
@@ -74,12 +65,16 @@ def bound_process(frame: Frame | None) -> None:
 
     For whoever owns the whole process, such as `budgetguard run`; None takes it away.
     """
-    _PROCESS.bind(frame)
+    _PROCESS[:] = [] if frame is None else [frame]
+
+
+def _process() -> Frame | None:
+    return _PROCESS[0] if _PROCESS else None
 
 
 def around() -> Frame | None:
     """Return the innermost frame around this code, an ended one included."""
-    return FRAME.get() or _PROCESS.frame
+    return FRAME.get() or _process()
 
 
 def current() -> Frame | None:
@@ -94,4 +89,4 @@ def current() -> Frame | None:
         if frame is NOWHERE:
             return None
         frame = frame.above
-    return frame or _PROCESS.frame
+    return frame or _process()

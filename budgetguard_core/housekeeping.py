@@ -68,11 +68,7 @@ class Housekeeping(Generic[_G]):
 
     @staticmethod
     def of(guard: _Owner, seconds: float) -> Housekeeping[_Owner]:
-        """Return a block of a run's housekeeping (`Guard.housekeeping`).
-
-        Raises:
-            ConfigurationError: `seconds` is not a number > 0.
-        """
+        """Return a block of a run's housekeeping (`Guard.housekeeping`)."""
         try:
             caps = Budget(max_seconds=seconds, loop_detection=None)
         except ConfigurationError:

@@ -29,9 +29,6 @@ class LoopDetection(Settings):
     The numbers are measured: of 706 recorded runs of tool-calling agents none of the 441
     successful ones is corrected or cut, and all 5 runaways are stopped at the fourth or fifth
     execution of their call (`tests/benchmarks/test_detection.py`).
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     nudge_after: _Count = 2

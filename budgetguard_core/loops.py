@@ -451,9 +451,6 @@ class LoopDetector:
         """Make a detector that goes on where another's `state` was taken.
 
         Under other settings the rows are kept and judged by the new numbers.
-
-        Raises:
-            ValueError: The state is damaged.
         """
         try:
             known = _State.model_validate(state)

@@ -70,15 +70,7 @@ def fingerprint_reply(text: str) -> str:
 
 
 def fingerprint_alike(text: str, ignore: Iterable[str]) -> str | None:
-    """Digest of a result without its times, durations, ids and line numbers of the shell.
-
-    Args:
-        text: The result.
-        ignore: The names whose values are ids.
-
-    Returns:
-        None for a result of more than 20,000 characters.
-    """
+    """Digest of a result without its times, durations, ids and line numbers of the shell."""
     if len(text) > _LONGEST_MASKED:
         return None
     return digest(_volatile(tuple(ignore)).sub("?", text))

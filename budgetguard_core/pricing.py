@@ -52,28 +52,14 @@ _BEDROCK_ID: Final = re.compile(r"(?:[a-z-]+\.)?[a-z][a-z0-9]*\.[a-z]")
 
 
 def to_usd(amount: int) -> Decimal:
-    """Turn femto-dollars into US dollars, exactly, under any decimal context.
-
-    Args:
-        amount: Femto-dollars; may be negative.
-
-    Returns:
-        The same amount in US dollars, without trailing zeros after the point.
-    """
+    """Turn femto-dollars into US dollars, exactly, under any decimal context."""
     whole, part = divmod(abs(amount), FEMTO_USD_PER_USD)
     text = f"{whole}.{part:015d}".rstrip("0")
     return Decimal(f"-{text}" if amount < 0 else text)
 
 
 def from_usd(amount: Decimal) -> int:
-    """Turn US dollars into femto-dollars, under any decimal context.
-
-    Args:
-        amount: A finite amount in US dollars.
-
-    Returns:
-        Femto-dollars, rounded up where the amount has more than 15 decimals.
-    """
+    """Turn US dollars into femto-dollars, under any decimal context."""
     return _ceil(amount, FEMTO_USD_PER_USD)
 
 
@@ -284,26 +270,17 @@ class Rates:
     def input_cost(self, tokens: int) -> int:
         """Return the most that a call with up to this many input tokens can cost for them.
 
-        Args:
-            tokens: Input tokens, cache reads and writes included.
-
-        Returns:
-            Femto-dollars, including the price per request. Every token is taken at the dearest rate
-            that can apply: as a cache write, even of one hour, where that costs more than input.
+        It includes the price per request. Every token is taken at the dearest rate that can apply:
+        as a cache write, even of one hour, where that costs more than input.
         """
         bound = _reached(self._bounds, tokens)
         return tokens * bound.input + bound.per_request
 
     def output_cost(self, tokens: int, *, input_tokens: int | None = None) -> int:
-        """Return the most that up to this many output tokens can cost.
+        """Return the most that up to this many output tokens can cost, reasoning included.
 
-        Args:
-            tokens: Output tokens, reasoning included.
-            input_tokens: Most input tokens that the call can have, which decide the tier. `None`:
-                not known, so the dearest tier is taken.
-
-        Returns:
-            Femto-dollars, without the price per request (`input_cost` has it).
+        The most input tokens that the call can have decide the tier; the dearest where they are
+        not known. Without the price per request, which `input_cost` has.
         """
         bounds = self._bounds
         bound = bounds[0] if input_tokens is None else _reached(bounds, input_tokens)

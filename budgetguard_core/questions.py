@@ -49,12 +49,7 @@ def ask_person(
 
 
 def take_answer(guard: Any, answer: Any) -> bool:
-    """Take a person's answer: raise the caps, and return whether it is not the end.
-
-    Args:
-        guard: The guard that has asked.
-        answer: The caps to raise, by name; whatever is false is the end, as is what makes no sense.
-    """
+    """Take a person's answer: raise the caps, and return whether it is not the end."""
     try:
         if answer:
             guard.extend(**_caps(answer))

@@ -20,13 +20,6 @@ def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:
 
     A model may write half of a surrogate pair, which UTF-8 cannot hold, into a name or a message:
     it becomes a question mark, so that it costs neither a checkpoint nor a line of a log.
-
-    Args:
-        record: The record.
-        exclude: Fields that are left out.
-
-    Raises:
-        ValueError: The record holds what JSON cannot.
     """
     try:
         return record.model_dump_json(exclude=exclude)
@@ -40,9 +33,6 @@ def line_of(record: BaseModel) -> str:
 
     JSON escapes those below U+0020 itself. The others (DEL, C1, line and paragraph separators,
     what turns the direction of writing or shows nothing) are the same text, escaped.
-
-    Raises:
-        ValueError: The record holds what JSON cannot.
     """
     line = dump(record)
     return line if line.isascii() and "\x7f" not in line else _CONTROL.sub(_escaped, line)

@@ -16,9 +16,6 @@ class FinalizeReserve(Settings):
     A run that a limit stops then asks the model once more, without tools, to answer with what it
     knows. That call is no iteration and bound by nothing but this reserve and the whole of the
     run's caps on tokens, dollars and seconds; it is charged to the run, and to all around it.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     tokens: Cap = None

@@ -64,19 +64,7 @@ def restored(
     fresh: bool,
     sinks: Sequence[Sink | Callable[[Event], object]] = (),
 ) -> _G:
-    """Return a guard that was made for a run that goes on, with what the snapshot knows of it.
-
-    Args:
-        snapshot: What is known of the run.
-        guard: The guard. One that has counted something already is left as it is.
-        tools: Its tool calls.
-        fresh: It has a fresh budget, whose caps count from zero.
-        sinks: What takes its events from now on.
-
-    Raises:
-        CheckpointError: A tenant paid for the run that does not pay for this guard; or the
-            snapshot does not fit together.
-    """
+    """Return a guard that was made for a run that goes on, with what the snapshot knows of it."""
     state: RunState = guard.state
     tree = state.tree
     if state.counters.used[MODEL_CALLS] or state.counters.used[TOOL_CALLS]:

@@ -16,22 +16,14 @@ _LAST_ANSWER: Final = frozenset({ITERATIONS, MODEL_CALLS, TOOL_CALLS, TIME})
 
 
 class RunClock:
-    """The time of one run.
-
-    Attributes:
-        is_housekeeping: The run is a block of housekeeping of those above it.
-    """
+    """The time of one run."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
         self.is_housekeeping = False
 
     def time_left(self, *, whole: bool = False) -> float | None:
-        """Seconds until the earliest deadline that is enforced; None without one.
-
-        Args:
-            whole: With what is kept back for a last answer.
-        """
+        """Seconds until the earliest deadline that is enforced; None without one."""
         left, tree = INFINITY, self._state.tree
         with tree.lock:
             now = tree.now()
@@ -84,11 +76,6 @@ class RunClock:
         """Make the calls of this run, a sub-agent's, housekeeping of everyone above it.
 
         `Guard.housekeeping` does it for a block of code.
-
-        Args:
-            waiting: The calls in whose bodies it is done: they wait for it.
-            answers_for: The id of a stopped run above whose last answer it is: its
-                `finalize_reserve` and the whole of its caps on tokens and dollars bind.
         """
         state = self._state
         with state.tree.step() as now:

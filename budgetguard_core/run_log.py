@@ -23,9 +23,6 @@ class RunLog(Lines):
     The file is opened for each event and not kept open: nobody has to close it, however many runs
     there are and however they end. An event is one write at the end of the file, so a reader sees
     whole lines, and a killed process loses none.
-
-    Args:
-        folder: The folder; it is made if it is missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -62,11 +59,7 @@ class RunLog(Lines):
 def followed(
     sinks: Iterable[Sink | Callable[[Event], object]] | None,
 ) -> list[Sink | Callable[[Event], object]]:
-    """Return the sinks of one run, with the log that `BUDGETGUARD_LOG` asks for.
-
-    Args:
-        sinks: Those of the user's; None where nobody is to follow the run.
-    """
+    """Return the sinks of one run, with the log that `BUDGETGUARD_LOG` asks for."""
     if sinks is None:
         return []
     folder = os.environ.get(FOLDER)

@@ -471,11 +471,7 @@ class RunState:
 
 
 def check_options(budget: object, run_id: object, on_warning: object) -> None:
-    """Check the arguments of a guard.
-
-    Raises:
-        ConfigurationError: One of them is of another type.
-    """
+    """Check the arguments of a guard."""
     if budget is not None and not isinstance(budget, Budget):
         raise ConfigurationError(
             f"budget must be a Budget, got {type(budget).__name__}. "
@@ -492,11 +488,7 @@ def check_options(budget: object, run_id: object, on_warning: object) -> None:
 
 
 def refuse_unknown(options: Mapping[str, object]) -> None:
-    """Return the error for an option that a guard does not have, with its place.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Return the error for an option that a guard does not have, with its place."""
     for name, value in options.items():
         field = name if name in Budget.model_fields else nearest_field(name)
         given = shown(value)

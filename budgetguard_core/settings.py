@@ -23,13 +23,7 @@ _DOLLAR_DIGITS = 15
 def rule(
     holds: Callable[[Any], Any], sentence: str, to: Callable[[Any], Any] = lambda value: value
 ) -> BeforeValidator:
-    """Return a validator of one rule.
-
-    Args:
-        holds: Whether a value keeps the rule.
-        sentence: The rule, the value, which is written for `{}`, and the way out.
-        to: Turns a value that keeps it into the one that is kept.
-    """
+    """Return a validator of one rule."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -56,16 +50,7 @@ def whole(
 def number(
     what: str, least: float, most: float, end: str, *, above: bool = False, optional: bool = False
 ) -> BeforeValidator:
-    """Return a validator of numbers, which are kept as floats; a bool is none.
-
-    Args:
-        what: What they are, with their range.
-        least: The least of them, or with `above` what they have to exceed.
-        most: The most.
-        end: The way out.
-        above: `least` itself is out of the range.
-        optional: None is kept as it is.
-    """
+    """Return a validator of numbers, which are kept as floats; a bool is none."""
 
     def holds(value: Any) -> bool:
         if value is None:
@@ -242,13 +227,7 @@ def configuration_error(
     error: ValidationError,
     nearest: Callable[[str], str | None] | None = None,
 ) -> ConfigurationError:
-    """Turn pydantic's report into one sentence per problem: rule, value, way out.
-
-    Args:
-        model: The model that refuses.
-        error: The report.
-        nearest: Finds the field that an unknown name may mean.
-    """
+    """Turn pydantic's report into one sentence per problem: rule, value, way out."""
     sentences: list[str] = []
     for problem in error.errors(include_url=False):
         name = ".".join(str(part) for part in problem["loc"])
@@ -283,9 +262,6 @@ class BulkheadConfig(Settings):
 
     Names and defaults are those of resilience4j's documentation
     (https://resilience4j.readme.io/docs/bulkhead).
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     max_concurrent_calls: Count = 25
@@ -308,9 +284,6 @@ class CircuitBreakerConfig(Settings):
     The defaults are resilience4j's, made for services with many calls a second. An agent calls a
     tool far less often: for one, begin with `sliding_window_size=10, minimum_number_of_calls=5,
     permitted_number_of_calls_in_half_open_state=2, slow_call_duration_threshold=30`.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     failure_rate_threshold: Percentage = 50.0
@@ -378,11 +351,7 @@ _Rate: TypeAlias = Annotated[
 
 
 class RateLimit(Settings):
-    """How often the tools that it is for may be called, together.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
+    """How often the tools that it is for may be called, together."""
 
     rate: _Rate
     """Calls per second in the long run; a token comes back every 1/rate seconds."""
@@ -397,9 +366,6 @@ class VelocityLimits(Settings):
 
     A call counts when it starts, with what is reserved for it, and is corrected when it ends. The
     call that reaches a ceiling is the last: the next one is not admitted and the run is stopped.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     max_tokens_per_minute: Cap = None
@@ -422,9 +388,6 @@ class ProgressReports(Settings):
     At a standstill the model is corrected first. The run is stopped with `stalled` when its next
     report shows no change, or does not come. It is the planner who reports: a sub-agent is asked
     only where its own budget says so, as one that lacks the tool would be stopped for its silence.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     every_iterations: Count = 10
@@ -475,11 +438,7 @@ _Alpha: TypeAlias = Annotated[
 
 
 class ToolMixBaseline(Settings):
-    """How often runs of this kind call their tools; recorded, kept as JSON.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
-    """
+    """How often runs of this kind call their tools; recorded, kept as JSON."""
 
     format_version: Literal[1] = 1
     """The form of this record."""
@@ -510,9 +469,6 @@ class ToolMix(Settings):
 
     The run is looked at when it has made `minimum_number_of_calls` tool calls, and each time that
     number has doubled.
-
-    Raises:
-        ConfigurationError: A field makes no sense: rule, value, way out.
     """
 
     baseline: ToolMixBaseline

@@ -222,13 +222,7 @@ class Snapshot(BaseModel):
     def check_resumable(
         self, budget: Budget | None, stop_when: Sequence[Callable[..., Any]]
     ) -> None:
-        """Check that the caps are known under which the run is to go on.
-
-        Raises:
-            CheckpointError: The run had stop conditions, and neither they nor a budget are given.
-            ConfigurationError: Both `budget` and `stop_when` are given; or neither a budget is,
-                nor are the recorded caps known.
-        """
+        """Check that the caps are known under which the run is to go on."""
         if self.mode not in get_args(_Mode):
             raise self.misfit(ValueError(f"its mode is {self.mode!r}"))
         if budget is not None:
@@ -249,14 +243,7 @@ class Snapshot(BaseModel):
             )
 
     def check_paid(self, payers: Collection[str]) -> None:
-        """Check that whoever the run was charged to goes on to pay for it.
-
-        Args:
-            payers: The tenants that do.
-
-        Raises:
-            CheckpointError: Somebody is missing, so ceilings and kill switches would be lost.
-        """
+        """Check that whoever the run was charged to goes on to pay for it."""
         missing = [name for name in self.tenant if name not in payers]
         if missing and self.mode != "off":
             names = ", ".join(map(repr, missing))
@@ -325,20 +312,12 @@ class Snapshot(BaseModel):
             ) from None
 
     def to_parts(self) -> tuple[str, list[str]]:
-        """Return the snapshot without its messages as one JSON object, and each message as JSON.
-
-        Raises:
-            CheckpointError: The conversation holds what JSON cannot.
-        """
+        """Return the snapshot without its messages as one JSON object, and each message as JSON."""
         return dump(self, exclude={"messages"}), [_item(message) for message in self.messages]
 
     @classmethod
     def from_parts(cls, state: str, messages: Sequence[str]) -> Self:
-        """Read the parts that `to_parts` returned.
-
-        Raises:
-            CheckpointError: They are damaged, or of another format.
-        """
+        """Read the parts that `to_parts` returned."""
         return cls.from_json(f'{{"messages":[{",".join(messages)}],{state[1:]}')
 
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 from budgetguard_core.errors import ConfigurationError, shown
-from budgetguard_core.usage import Usage
 
 
 class StopReason(StrEnum):
@@ -126,20 +125,6 @@ AsksPerson: TypeAlias = Callable[[LimitQuestion], Any]
 """Returns the caps to raise, `{"max_iterations": 40}`, or None for the end; may be async."""
 
 
-class Readings(Protocol):
-    """The readings of a guard that the conditions here use."""
-
-    @property
-    def usage(self) -> Usage:
-        """The usage of the run so far."""
-        ...
-
-    @property
-    def tool_counts(self) -> dict[str, int]:
-        """How many bodies of each tool were started."""
-        ...
-
-
 class StopCondition(ABC):
     """A condition of the user's own, asked before each step; it answers with a reason or None.
 
@@ -156,42 +141,35 @@ class StopCondition(ABC):
         """
 
     def __and__(self, other: Condition) -> StopCondition:
-        return _All(self, as_condition(other))
+        return _Both(self, as_condition(other), every=True)
 
     def __rand__(self, other: Condition) -> StopCondition:
-        return _All(as_condition(other), self)
+        return _Both(as_condition(other), self, every=True)
 
     def __or__(self, other: Condition) -> StopCondition:
-        return _Any(self, as_condition(other))
+        return _Both(self, as_condition(other), every=False)
 
     def __ror__(self, other: Condition) -> StopCondition:
-        return _Any(as_condition(other), self)
+        return _Both(as_condition(other), self, every=False)
 
 
 Condition: TypeAlias = StopCondition | Callable[..., str | bool | None]
 
 
-class _All(StopCondition):
-    def __init__(self, left: StopCondition, right: StopCondition) -> None:
+class _Both(StopCondition):
+    """Two conditions: every one of them has to hold, or the first that does is enough."""
+
+    def __init__(self, left: StopCondition, right: StopCondition, *, every: bool) -> None:
         self._left = left
         self._right = right
+        self._every = every
 
     def __call__(self, guard: Any) -> str | None:
         left = reason_of(self._left, self._left(guard))
-        if left is None:
-            return None
+        if (left is None) is self._every:
+            return left
         right = reason_of(self._right, self._right(guard))
-        return None if right is None else f"{left} and {right}"
-
-
-class _Any(StopCondition):
-    def __init__(self, left: StopCondition, right: StopCondition) -> None:
-        self._left = left
-        self._right = right
-
-    def __call__(self, guard: Any) -> str | None:
-        left = reason_of(self._left, self._left(guard))
-        return reason_of(self._right, self._right(guard)) if left is None else left
+        return right if left is None or right is None else f"{left} and {right}"
 
 
 class _Callable(StopCondition):
@@ -208,7 +186,7 @@ class tool_called(StopCondition):
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
 
-    def __call__(self, guard: Readings) -> str | None:
+    def __call__(self, guard: Any) -> str | None:
         """Return which tool was called, or None."""
         for name in guard.tool_counts:
             if fnmatchcase(name, self._pattern):
@@ -227,7 +205,7 @@ class after_iterations(StopCondition):
             )
         self._count = count
 
-    def __call__(self, guard: Readings) -> str | None:
+    def __call__(self, guard: Any) -> str | None:
         """Return how many iterations have started, or None."""
         if guard.usage.iterations < self._count:
             return None

@@ -39,12 +39,7 @@ _Refusal = TypeVar("_Refusal", bound=Refuse | Stop)
 
 
 class ToolCalls:
-    """The tool calls of one run.
-
-    Attributes:
-        records: Id, name and status of the latest that ended, the oldest first.
-        occurrences: Which of the calls that agree in id, name and arguments is which.
-    """
+    """The tool calls of one run."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state

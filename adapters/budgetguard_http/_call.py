@@ -243,11 +243,7 @@ class Call:
         self.at.take_back(self.opened)
 
     def refusal(self, trip: Trip | None) -> Refusal:
-        """Return what the client gets after the call was taken back, or cut.
-
-        Args:
-            trip: Why; None where the run knows.
-        """
+        """Return what the client gets after the call was taken back, or cut."""
         ended = trip or self.run.check() or self.run.guard.trip
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")

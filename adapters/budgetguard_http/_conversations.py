@@ -92,7 +92,7 @@ class Traffic:
         latest: The one that was heard of last.
     """
 
-    def __init__(self, run: Run, *, is_own: bool) -> None:
+    def __init__(self, run: Run, is_own: bool) -> None:
         self._run = run
         self._is_own = is_own
         self._lock = threading.Lock()

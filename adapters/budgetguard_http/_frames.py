@@ -68,31 +68,23 @@ class ServerSentEvents(Frames):
     passes_all = False
 
     def __init__(self) -> None:
-        self._waiting: list[bytes] = []
-        self._tail = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Cut after each empty line; a long event, which comes in many pieces, is searched once."""
-        if self._waiting:
-            edge = self._tail + data
-            if _END.search(edge) is None:
-                self._waiting.append(data)
-                self._tail = edge[-_LONGEST_END:]
-                return []
-            data = self.rest() + data
+        known = max(len(self._rest) - _LONGEST_END, 0)
+        self._rest += data
         events: list[bytes] = []
         begin = 0
-        for found in _END.finditer(data):
-            events.append(data[begin : found.end()])
-            begin = found.end()
-        if begin < len(data):
-            self._waiting, self._tail = [data[begin:]], data[begin:][-_LONGEST_END:]
+        for end in [found.end() for found in _END.finditer(self._rest, known)]:
+            events.append(bytes(self._rest[begin:end]))
+            begin = end
+        del self._rest[:begin]
         return events
 
     def rest(self) -> bytes:
-        """Take out what no empty line has ended yet."""
-        rest, self._waiting = b"".join(self._waiting), []
-        return rest
+        """Return what no empty line has ended yet."""
+        return bytes(self._rest)
 
     def parse(self, event: bytes) -> Event | None:
         """Join the data lines of an event."""
@@ -195,13 +187,7 @@ def frames_at(path: str) -> tuple[Frames, str]:
 
 
 def frames_of(content_type: str, path: str, *, is_asked_for: bool) -> Frames | None:
-    """Return how a stream is written; None for what is no stream, or nobody can read.
-
-    Args:
-        content_type: What its server says that it is.
-        path: Where it was asked for.
-        is_asked_for: The request wants a stream. Clients read one that its server calls nothing.
-    """
+    """Return how a stream is written, even if its server calls it nothing; None: no stream."""
     kind = content_type.partition(";")[0].strip()
     frames, own = frames_at(path)
     if kind == own or (is_asked_for and kind in _UNNAMED):

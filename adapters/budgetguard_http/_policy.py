@@ -44,10 +44,11 @@ _PROVIDER: Final = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for o
 
 def is_provider(host: str) -> bool:
     """Return whether a host is that of a provider of models."""
-    return _PROVIDER.fullmatch(_name(host)) is not None
+    return _PROVIDER.fullmatch(plain_host(host)) is not None
 
 
-def _name(host: str) -> str:
+def plain_host(host: str) -> str:
+    """Return a host as it is compared."""
     return host.lower().removesuffix(".")
 
 

@@ -74,15 +74,7 @@ def may_be_posted(url: Any, path: str, policy: Policy) -> bool:
 def read_posted(
     host: str, path: str, headers: Mapping[str, str], raw: bytes, policy: Policy
 ) -> Posted | None:
-    """Read a POST; None for what is no call of a model.
-
-    Args:
-        host: Where it goes.
-        path: The address without host and query.
-        headers: Its headers.
-        raw: Its content.
-        policy: What is done with what is not understood.
-    """
+    """Read a POST; None for what is no call of a model."""
     body = parsed(raw) or {}
     protocol = protocol_of(path, body)
     if protocol is CHAT and (_MISTRAL in host or _MISTRAL in headers.get("user-agent", "")):

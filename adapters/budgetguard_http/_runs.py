@@ -12,38 +12,23 @@ from budgetguard_http._conversations import Traffic
 
 # Kept with the run itself: a table would keep the run, which they refer to, for ever.
 _TRAFFIC: Final = "_budgetguard_http_traffic"
-_BLOCKS: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def is_own(run: Run) -> bool:
     """Return whether a run is one of clients alone: no other adapter makes its calls."""
-    return run.is_loose or run in _BLOCKS
+    return run.is_loose or run.is_of_clients
 
 
 def is_off(run: Run) -> bool:
     """Return whether no guard of a run enforces or looks on."""
-    for guard in run.guards:
-        for one in guard.lineage:
-            if one.mode is not Mode.OFF:  # as a rule the first
-                return False
-    return True
-
-
-def own(run: Run) -> Run:
-    """Note that a run is that of a block of clients."""
-    _BLOCKS.add(run)
-    run.is_of_clients = True
-    return run
+    return all(one.mode is Mode.OFF for guard in run.guards for one in guard.lineage)
 
 
 def traffic_of(run: Run) -> Traffic:
     """Return what is remembered of a run's calls; it lives as long as the run."""
     kept = vars(run)
-    found: Traffic | None = kept.get(_TRAFFIC)
-    if found is not None:
-        return found
-    made: Traffic = kept.setdefault(_TRAFFIC, Traffic(run, is_own=is_own(run)))
-    return made
+    found: Traffic = kept.get(_TRAFFIC) or kept.setdefault(_TRAFFIC, Traffic(run, is_own(run)))
+    return found
 
 
 class EnvelopeRuns:

@@ -299,8 +299,6 @@ def _ended(mod: Any, error: BaseException, flight: Flight | None, run: Run) -> T
     """Return whether an error is nothing but the end of the run, and why that ended."""
     if not isinstance(error, mod.TransportError | TimeoutError):
         return None
-    if flight is not None and flight.trip is not None:
-        return flight.trip
-    if run.aborted or run.time_left() == 0:
-        return run.check()
-    return None
+    cut = None if flight is None else flight.trip
+    is_over = run.aborted or run.time_left() == 0
+    return run.check() if cut is None and is_over else cut

@@ -14,10 +14,6 @@ def hide(error: BaseException, request: Any) -> None:
 
     h11 and h2 quote a header whose value is no valid one, as that of a key with a line's end is.
     Such a text would be in the outcome's `error`, and in the log of whoever writes that down.
-
-    Args:
-        error: What sending the request has raised.
-        request: Of httpx or httpx2.
     """
     secrets = [
         part

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from budgetguard_core import (
@@ -31,7 +30,7 @@ from budgetguard_http import audit
 from budgetguard_http._patches import Patches
 from budgetguard_http._policy import ClientOptions, OnUnknown, Policy, split
 from budgetguard_http._refusal import RunStopped
-from budgetguard_http._runs import ending, own, traffic_of
+from budgetguard_http._runs import ending, traffic_of
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
 
@@ -202,7 +201,8 @@ class bounded_clients:
                 "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
             )
         opening = opened(self._envelope, resume=self._resume)
-        run = self._run = own(run_blocking(opening)[0])
+        run = self._run = run_blocking(opening)[0]
+        run.is_of_clients = True
         _POLICIES[run] = self._policy
         if self._everywhere:
             with _LOCK:
@@ -217,12 +217,7 @@ class bounded_clients:
         self._stack.enter_context(run.entered())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         self._end(error)
         return self._told(error)
@@ -230,12 +225,7 @@ class bounded_clients:
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         await self.run.in_thread(lambda: self._end(error))
         return self._told(error)

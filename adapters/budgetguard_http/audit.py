@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
-from budgetguard_http._policy import is_provider
+from budgetguard_http._policy import is_provider, plain_host
 
 Counts: TypeAlias = dict[str, int]
 
@@ -32,12 +32,8 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
     # a request in flight to the same host explains it.
     if isinstance(host, str) and is_provider(host):
         with _LOCK:
-            if not _EXPECTED[_plain(host)]:
-                _UNCOVERED[_plain(host)] += 1
-
-
-def _plain(host: str) -> str:
-    return host.lower().removesuffix(".")
+            if not _EXPECTED[plain_host(host)]:
+                _UNCOVERED[plain_host(host)] += 1
 
 
 def watch() -> None:
@@ -66,7 +62,7 @@ def is_on() -> bool:
 @contextmanager
 def expected(host: str) -> Generator[None]:
     """Mark requests to a host as going through the seam in this block."""
-    host = _plain(host)
+    host = plain_host(host)
     with _LOCK:
         _EXPECTED[host] += 1
     try:

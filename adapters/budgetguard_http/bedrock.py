@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
 
@@ -149,12 +148,7 @@ class Hooks:
         return made.AWSResponse(request.url, status, made.HeadersDict(named), _Raw(content))
 
     def _received(
-        self,
-        response_dict: Any,
-        parsed_response: Any,
-        context: Any,
-        exception: Exception | None,
-        **_: Any,
+        self, response_dict: Any, parsed_response: Any, context: Any, exception: Any, **_: Any
     ) -> None:
         """Settle an attempt with its answer, or begin to read that."""
         exchange: _Exchange | None = context.pop(_EXCHANGE, None)
@@ -237,12 +231,7 @@ class BudgetHooks(Bounded):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from budgetguard_core import Budget, Guard, Outcome
@@ -107,19 +106,10 @@ class BudgetTransport(_Transport, _Sync):
         self._end()
 
     def __enter__(self) -> Self:
-        if self._inner is not None:
-            self._inner.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        if self._inner is not None:
-            self._inner.__exit__(exc_type, exc_value, traceback)
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class AsyncBudgetTransport(_Transport, _Async):
@@ -143,14 +133,7 @@ class AsyncBudgetTransport(_Transport, _Async):
             await run.in_thread(functools.partial(end, run))
 
     async def __aenter__(self) -> Self:
-        if self._inner is not None:
-            await self._inner.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -26,9 +26,7 @@ class Place:
     def on_granted(self, wake: Callable[[], object]) -> None:
         """Call the one who waits when the place is granted; look at `granted` after this.
 
-        Args:
-            wake: Called without arguments, in the thread that gave the place back
-                (`threading.Event.set`, or for a task `lambda: loop.call_soon_threadsafe(...)`).
+        It is called in the thread that gave the place back.
         """
         self._wake = wake
 
@@ -71,14 +69,7 @@ class Bulkhead:
         return self._running == 0
 
     def acquire(self, now_ns: int) -> Place | None:
-        """Ask for a place.
-
-        Args:
-            now_ns: The time, of the clock that `wait_until_ns` is read against.
-
-        Returns:
-            A place: `granted`, or in the queue until `wait_until_ns`. None: refused at once.
-        """
+        """Ask for a place: granted, or in the queue; None where the call is refused at once."""
         with self._lock:
             if self._running < self._most:
                 self._running += 1

@@ -99,17 +99,7 @@ class CircuitBreaker:
     def record(
         self, generation: int, failed: bool, duration_ns: int, now_ns: int
     ) -> tuple[StateTransition, ...]:
-        """Record how a call ended.
-
-        Args:
-            generation: The one that the permission had.
-            failed: Whether it failed.
-            duration_ns: How long the call took.
-            now_ns: When it ended.
-
-        Returns:
-            The changes of state that this has brought about.
-        """
+        """Record how a call ended, and return the changes of state that this has brought about."""
         with self._lock:
             if generation != self._generation:
                 return ()

@@ -188,14 +188,7 @@ class ProgressSignal:
 
 
 def read_report(arguments: object) -> ProgressReport | str:
-    """Read the arguments of a call of `report_progress`.
-
-    Args:
-        arguments: What the model passed: an object, or its JSON text.
-
-    Returns:
-        The report, or for the model what is wrong with it.
-    """
+    """Read a report of the model; where that fails, return what is wrong with it, for the model."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

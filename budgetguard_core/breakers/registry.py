@@ -24,9 +24,6 @@ class BreakerRegistry:
     Safe for threads. The same name under other settings, or in another scope, is another one. At
     4,096 of a kind the least recently used that is idle makes room: a closed breaker, a full
     bucket, an empty bulkhead.
-
-    Attributes:
-        scope: The profile or tenant that this view of the registry is for; empty for all.
     """
 
     def __init__(self) -> None:

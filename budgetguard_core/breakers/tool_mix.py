@@ -93,13 +93,7 @@ def chi_squared(run: Mapping[str, int], baseline: Mapping[str, int]) -> ChiSquar
     Two samples, because the baseline is a sample as well: a tool that it happens not to have is
     rare, not impossible. Tools with fewer than five expected calls on either side are one
     category, after Cochran's rule; it takes in the next rarest until it has five itself.
-
-    Args:
-        run: Calls by tool.
-        baseline: Calls by tool.
-
-    Returns:
-        The test, or None where fewer than two categories are left.
+    None where fewer than two categories are left.
     """
     in_run, in_baseline = sum(run.values()), sum(baseline.values())
     whole = in_run + in_baseline
@@ -144,10 +138,6 @@ def chi_squared_p_value(statistic: float, freedom: int) -> float:
 
     The upper tail has a closed form for whole degrees of freedom: a sum of Poisson terms where
     they are even, with the error function where they are odd.
-
-    Args:
-        statistic: The statistic, >= 0.
-        freedom: Degrees of freedom, >= 1.
     """
     half = statistic / 2
     if half <= 0:

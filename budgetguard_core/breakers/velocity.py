@@ -26,9 +26,6 @@ class VelocityMeter:
 
     The window is made of whole seconds, so that it covers the last 60 to 61 of them: never less
     than a minute. Times are nanoseconds of one monotonic clock.
-
-    Args:
-        limits: The ceilings.
     """
 
     def __init__(self, limits: VelocityLimits) -> None:
@@ -60,15 +57,7 @@ class VelocityMeter:
         return max([now_ns, *(one.start(second) for one in windows if one.total >= one.band)])
 
     def book(self, start_ns: int, tokens: int = 0, cost: int = 0, tool_calls: int = 0) -> None:
-        """Enter a call that is admitted.
-
-        Args:
-            start_ns: When it starts: what `start_of_model_call` or `start_of_tool_call` said, or
-                up to 61 seconds from now where another meter holds it longer.
-            tokens: Tokens that are reserved for it.
-            cost: Femto-dollars that are reserved for it.
-            tool_calls: 1 for a tool call.
-        """
+        """Enter an admitted call at its start, 61 s ahead at most; the cost in femto-dollars."""
         place = start_ns // NS_PER_SECOND % _RING
         for window, amount in zip(self._windows, (tokens, cost, tool_calls), strict=True):
             window.ring[place] += amount
@@ -81,13 +70,6 @@ class VelocityMeter:
 
         What it used more is entered now, for it was used until now. What it used less is taken
         from where it was entered, if the window still reaches back to that.
-
-        Args:
-            start_ns: When it started, as it was entered.
-            now_ns: The time.
-            tokens: Tokens measured minus tokens reserved.
-            cost: Femto-dollars measured minus femto-dollars reserved.
-            tool_calls: -1 for a tool call that did not start.
         """
         second, latest = start_ns // NS_PER_SECOND, self._pass_time(now_ns)
         for window, amount in zip(self._windows, (tokens, cost, tool_calls), strict=True):

@@ -47,14 +47,7 @@ def audit(
     runs: int,
     stopped: Counter[str],
 ) -> Iterator[Finding]:
-    """Look at the caps of a profile. With fewer than 10 runs nothing is said.
-
-    Args:
-        budget: The profile's budget.
-        figures: What the runs used that ended by themselves, by the name of the cap.
-        runs: All runs of the profile, stopped ones included.
-        stopped: How many of them were stopped, by reason.
-    """
+    """Look at the caps of a profile. With fewer than 10 runs nothing is said."""
     held = {} if budget.finalize_reserve is None else budget.finalize_reserve.of_caps()
     for dimension in DIMENSIONS:
         cap: Figure | None = getattr(budget, dimension)

@@ -21,7 +21,6 @@ MANY = 300
 
 _HEAVY_TAILED = ("max_total_tokens", "max_cost_usd")
 _CONFIDENCE = 0.95
-_EXACT = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,11 +141,6 @@ def bootstrap_interval(count: int, place: int, confidence: float = _CONFIDENCE) 
     draws with replacement, the figure of the place is at most the i-th smallest if at least
     `place` of the draws are, and that is a binomial tail. Of the maximum the upper end is the
     maximum itself: no draw exceeds it, so the interval says nothing about larger runs.
-
-    Args:
-        count: How many figures there are.
-        place: The place of the quantile, from 1.
-        confidence: The share of the draws.
     """
     tail = (1 - confidence) / 2
     return _first(count, place, tail), _first(count, place, 1 - tail)
@@ -167,10 +161,6 @@ def _at_least(count: int, successes: int, probability: float) -> float:
     """Return the probability of at least so many successes in `count` trials."""
     if probability >= 1:
         return 1.0
-    if count > _EXACT:
-        # The sum would take its time, and the normal distribution is as near as that.
-        spread = math.sqrt(count * probability * (1 - probability))
-        return 0.5 * math.erfc((successes - 0.5 - count * probability) / (spread * math.sqrt(2)))
     log_p, log_q = math.log(probability), math.log1p(-probability)
     whole = math.lgamma(count + 1)
     return math.fsum(

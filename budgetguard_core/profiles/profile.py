@@ -64,11 +64,7 @@ class Profile:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the caps that environment variables set, by field name.
-
-    Raises:
-        ConfigurationError: A variable holds no cap.
-    """
+    """Return the caps that environment variables set, by field name."""
     variables = os.environ if environment is None else environment
     caps: dict[str, Any] = {}
     for variable, name in CAPS.items():

@@ -13,18 +13,7 @@ _LARGEST = 2**20
 
 
 class TomlFile:
-    """The content of a TOML file.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is no TOML: file, line, reason.
-
-    Attributes:
-        path: The file.
-        content: What it holds, as plain data.
-    """
+    """The content of a TOML file, as plain data; what makes no sense is refused with its line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

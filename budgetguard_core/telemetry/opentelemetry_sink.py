@@ -11,30 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from budgetguard_core import events as past
 from budgetguard_core.budget import ProfileId
 from budgetguard_core.decision import ModelCall
-from budgetguard_core.events import (
-    CircuitBreakerChanged,
-    Event,
-    HousekeepingBegan,
-    HousekeepingEnded,
-    LimitNearlyReached,
-    ModelCallAdmitted,
-    ModelCallRefused,
-    ModelCallSettled,
-    ModelCallWithdrawn,
-    RunEnded,
-    RunPaused,
-    RunRestored,
-    RunResumed,
-    RunStarted,
-    ToolCallSettled,
-    ToolCallsRequested,
-    ToolCallTurnedAway,
-    ToolCallWithdrawn,
-    TripObserved,
-    Tripped,
-)
 from budgetguard_core.stop import Trip
 from budgetguard_core.telemetry import conventions as names
 from budgetguard_core.telemetry.instruments import Instruments
@@ -112,9 +91,9 @@ class OpenTelemetrySink:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, _Run] = OrderedDict()
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: past.Event) -> None:
         """Write one event."""
-        if isinstance(event, RunStarted | RunRestored):
+        if isinstance(event, past.RunStarted | past.RunRestored):
             self._start(event)
             return
         with self._lock:
@@ -122,47 +101,43 @@ class OpenTelemetrySink:
         if run is None:
             # Its start was not seen, or is long forgotten.
             run = self._keep(_Run(event.run_id, None, {}, {}, event.at_ns, self._framework_span()))
-        if isinstance(event, ModelCallAdmitted):
+        if isinstance(event, past.ModelCallAdmitted):
             self._model_call_started(run, event)
-        elif isinstance(event, ModelCallRefused):
+        elif isinstance(event, past.ModelCallRefused):
             self._checked(run, "model", "stop")
-            self._write.refusals.add(
-                1, {**run.tags, names.REASON: str(event.reason), names.KIND: "model"}
-            )
-        elif isinstance(event, ModelCallSettled):
+            self._refused(run, "model", event.reason)
+        elif isinstance(event, past.ModelCallSettled):
             self._model_call_ended(run, event)
-        elif isinstance(event, ToolCallsRequested):
+        elif isinstance(event, past.ToolCallsRequested):
             self._tool_calls_asked(run, event)
-        elif isinstance(event, ToolCallSettled):
+        elif isinstance(event, past.ToolCallSettled):
             call = run.calls.pop(event.call_id, None)
             if call is not None:
                 _end(call.span, event.wall_ns, event.error)
-        elif isinstance(event, ModelCallWithdrawn | ToolCallWithdrawn):
+        elif isinstance(event, past.ModelCallWithdrawn | past.ToolCallWithdrawn):
             self._withdrawn(run, event)
-        elif isinstance(event, ToolCallTurnedAway):
+        elif isinstance(event, past.ToolCallTurnedAway):
             run.turned_away[event.name] += 1
-            self._write.refusals.add(
-                1, {**run.tags, names.REASON: str(event.reason), names.KIND: "tool"}
-            )
-        elif isinstance(event, CircuitBreakerChanged):
+            self._refused(run, "tool", event.reason)
+        elif isinstance(event, past.CircuitBreakerChanged):
             tags = {**run.tags, names.BREAKER: event.breaker}
             self._write.breakers.set(_STATES.get(event.to_state, 2), tags)
-        elif isinstance(event, LimitNearlyReached):
+        elif isinstance(event, past.LimitNearlyReached):
             self._warned(run, event.wall_ns, event.dimension, event.limit, event.used)
-        elif isinstance(event, Tripped | TripObserved):
+        elif isinstance(event, past.Tripped | past.TripObserved):
             self._tripped(run, event)
-        elif isinstance(event, RunPaused):
+        elif isinstance(event, past.RunPaused):
             self._paused(run, event)
-        elif isinstance(event, RunResumed):
+        elif isinstance(event, past.RunResumed):
             if run.span is None:
                 run.around = self._framework_span()
                 self._begin(run, event.wall_ns)
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, past.RunEnded):
             self._ended(run, event)
-        elif isinstance(event, HousekeepingBegan) and run.span is not None:
+        elif isinstance(event, past.HousekeepingBegan) and run.span is not None:
             kind = "other" if event.answers_for is None else "last_answer"
             run.span.set_attribute(names.HOUSEKEEPING, kind)
-        elif isinstance(event, HousekeepingEnded):
+        elif isinstance(event, past.HousekeepingEnded):
             # It is no run that ends: it has no outcome of its own.
             self._close(run, event.wall_ns)
 
@@ -171,7 +146,7 @@ class OpenTelemetrySink:
 
     # Runs
 
-    def _start(self, event: RunStarted | RunRestored) -> None:
+    def _start(self, event: past.RunStarted | past.RunRestored) -> None:
         parent_id, budget, mode, tenant = _origin(event)
         with self._lock:
             parent = None if parent_id is None else self._runs.get(parent_id)
@@ -226,7 +201,7 @@ class OpenTelemetrySink:
         )
         return run.span
 
-    def _paused(self, run: _Run, event: RunPaused) -> None:
+    def _paused(self, run: _Run, event: past.RunPaused) -> None:
         """End the spans of this attempt: the answer may come days later, and in another process."""
         for number in event.waiting:
             call = run.calls.get(number)
@@ -238,7 +213,7 @@ class OpenTelemetrySink:
             run.span.set_attribute(names.STATUS, "paused")
             self._close(run, event.wall_ns)
 
-    def _ended(self, run: _Run, event: RunEnded) -> None:
+    def _ended(self, run: _Run, event: past.RunEnded) -> None:
         tags = {**run.tags, names.STATUS: event.status}
         if event.stop_reason is not None:
             tags[names.REASON] = str(event.stop_reason)
@@ -267,7 +242,10 @@ class OpenTelemetrySink:
     def _checked(self, run: _Run, kind: str, decision: str) -> None:
         self._write.checks.add(1, {**run.tags, names.KIND: kind, names.DECISION: decision})
 
-    def _model_call_started(self, run: _Run, event: ModelCallAdmitted) -> None:
+    def _refused(self, run: _Run, kind: str, reason: str) -> None:
+        self._write.refusals.add(1, {**run.tags, names.REASON: str(reason), names.KIND: kind})
+
+    def _model_call_started(self, run: _Run, event: past.ModelCallAdmitted) -> None:
         self._checked(run, "model", "admit")
         asked = event.call
         reserved = asked.input_tokens + (event.admitted_output_tokens or 0)
@@ -288,7 +266,7 @@ class OpenTelemetrySink:
             asked.model, asked.provider, reserved, event.at_ns, span, "model"
         )
 
-    def _model_call_ended(self, run: _Run, event: ModelCallSettled) -> None:
+    def _model_call_ended(self, run: _Run, event: past.ModelCallSettled) -> None:
         call = run.calls.pop(event.call_id, None)
         if call is None:
             return
@@ -322,7 +300,7 @@ class OpenTelemetrySink:
                 call.span.set_attribute(names.ESTIMATED, used.estimated)
             _end(call.span, event.wall_ns, event.error)
 
-    def _tool_calls_asked(self, run: _Run, event: ToolCallsRequested) -> None:
+    def _tool_calls_asked(self, run: _Run, event: past.ToolCallsRequested) -> None:
         away, run.turned_away = run.turned_away, Counter()
         for call in event.calls:
             self._checked(run, "tool", call.decision)
@@ -331,12 +309,7 @@ class OpenTelemetrySink:
                     # Counted when the breaker turned it away.
                     away[call.name] -= 1
                     continue
-                tags = {
-                    **run.tags,
-                    names.REASON: str(call.reason or call.decision),
-                    names.KIND: "tool",
-                }
-                self._write.refusals.add(1, tags)
+                self._refused(run, "tool", call.reason or call.decision)
                 continue
             span = None
             if self._spans_of_calls:
@@ -357,7 +330,9 @@ class OpenTelemetrySink:
                 )
             run.calls[call.call_id] = _Call(None, None, 0, event.at_ns, span, "tool", call.name)
 
-    def _withdrawn(self, run: _Run, event: ModelCallWithdrawn | ToolCallWithdrawn) -> None:
+    def _withdrawn(
+        self, run: _Run, event: past.ModelCallWithdrawn | past.ToolCallWithdrawn
+    ) -> None:
         call = run.calls.pop(event.call_id, None)
         if call is not None:
             self._write.reservations.add(-call.reserved, run.tags)
@@ -385,12 +360,12 @@ class OpenTelemetrySink:
         }
         self._note(run, names.WARNING_EVENT, facts, wall_ns)
 
-    def _tripped(self, run: _Run, event: Tripped | TripObserved) -> None:
+    def _tripped(self, run: _Run, event: past.Tripped | past.TripObserved) -> None:
         trip = event.trip
         if trip.run_id != event.run_id:
             # Its owner tells it; here it only ends what is inside.
             return
-        policy = "observe" if isinstance(event, TripObserved) else "enforce"
+        policy = "observe" if isinstance(event, past.TripObserved) else "enforce"
         tags = {**run.tags, names.POLICY: policy, names.REASON: str(trip.reason)}
         self._write.trips.add(1, tags)
         self._write.time_to_trip.record(max(event.at_ns - run.started_ns, 0) / _NS, tags)
@@ -406,9 +381,9 @@ class OpenTelemetrySink:
 
 
 def _origin(
-    event: RunStarted | RunRestored,
+    event: past.RunStarted | past.RunRestored,
 ) -> tuple[str | None, dict[str, Any], str, tuple[str, ...]]:
-    if isinstance(event, RunStarted):
+    if isinstance(event, past.RunStarted):
         return event.parent_run_id, event.budget, event.mode, event.tenant
     snapshot = event.snapshot
     parent: str | None = snapshot.get("parent_run_id")

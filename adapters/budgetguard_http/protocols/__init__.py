@@ -66,12 +66,7 @@ def is_path_of_a_model(path: str) -> bool:
 
 
 def protocol_of(path: str, body: Body) -> ApiProtocol | None:
-    """Return the format of a request; None where it is none that is understood.
-
-    Args:
-        path: The address without host and query.
-        body: What is posted.
-    """
+    """Return the format of a request; None where it is none that is understood."""
     for row in _rows_of(path):
         if not body.keys().isdisjoint(row.fields):
             by_another = body.get("background") and not body.get("stream")

@@ -43,7 +43,6 @@ class MessagesReader(Reader):
 
     def take(self, name: str, data: Body) -> None:
         """Take an event."""
-        del name
         kind, index = data.get("type"), int(data.get("index") or 0)
         if kind == "message_start":
             message = record(data.get("message"))

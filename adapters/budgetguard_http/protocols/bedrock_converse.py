@@ -134,7 +134,6 @@ class BedrockConverse(ApiProtocol):
 
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return an answer; its type has to have a usage, which is zero, and takes no mark."""
-        del body, model, mark
         message = {"output": {"message": self.answer_turn(text)}, "stopReason": "end_turn"}
         return {**message, "usage": dict(_NO_USAGE), "metrics": {"latencyMs": 0}}
 
@@ -142,7 +141,6 @@ class BedrockConverse(ApiProtocol):
         self, body: Body, model: str, text: str, mark: Mapping[str, Any]
     ) -> list[Event]:
         """Return the events of such an answer."""
-        del body, model, mark
         return [("messageStart", {"role": "assistant"}), *_text_block(0, text), *_END]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from budgetguard_http.protocols.openai_chat import ChatReader, OpenAIChat
+from budgetguard_http.protocols.openai_chat import ChatReader
 from budgetguard_http.protocols.protocol import (
     ApiProtocol,
     Body,
@@ -47,7 +47,7 @@ class OllamaReader(ChatReader):
         return self.protocol.synthetic_stream(self.request, self.answer.model or "", said, {})
 
 
-class Ollama(OpenAIChat):
+class Ollama(ApiProtocol):
     """`/api/chat`, with messages as chat completions have them, and `/api/generate`."""
 
     name = "ollama"
@@ -59,17 +59,9 @@ class Ollama(OpenAIChat):
         bound="options.num_predict",
     )
     reader_type = OllamaReader
-    can_refuse = False
-    bound = ApiProtocol.bound
-    set_bound = ApiProtocol.set_bound
-    choices = ApiProtocol.choices
-    form = ApiProtocol.form
-    must_call = ApiProtocol.must_call
-    ask_for_usage = ApiProtocol.ask_for_usage
 
     def is_streamed(self, path: str, body: Body) -> bool:
         """Return whether the answer is streamed, which is the default."""
-        del path
         return body.get("stream") is not False
 
     def prompt(self, body: Body) -> Prompted:
@@ -88,7 +80,6 @@ class Ollama(OpenAIChat):
 
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
         """Return an answer whose usage is zero; its clients' types take no field of ours."""
-        del mark
         said: Body = {"message": {"role": "assistant", "content": text}}
         if "messages" not in body:
             said = {"response": text}

@@ -47,7 +47,6 @@ class ChatReader(Reader):
 
     def take(self, name: str, data: Body) -> bool:
         """Take a chunk; hide that of the usage where its client did not ask for it."""
-        del name
         answer, choices = self.answer, records(data.get("choices"))
         # A server that has sent it with the answer sends it unasked.
         was_told = answer.usage is not None
@@ -151,14 +150,6 @@ class OpenAIChat(ApiProtocol):
         calls = tuple(call.get("id") for call in records(message.get("tool_calls")))
         return Turn(role, written(content), calls)
 
-    def add_nudge(self, body: Body, text: str) -> None:
-        """Put it into the last tool result; else it is a message of its own."""
-        last = record(body["messages"][-1])
-        if last.get("role") == "tool" and isinstance(last.get("content"), str):
-            last["content"] += f"\n\n{text}"
-        else:
-            body["messages"].append({"role": "user", "content": text})
-
     def must_call(self, body: Body) -> bool:
         """Return it by `tool_choice`."""
         choice = body.get("tool_choice")
@@ -222,7 +213,6 @@ class Mistral(OpenAIChat):
 
     def ask_for_usage(self, body: Body) -> bool:
         """Ask for nothing: it comes with every stream."""
-        del body
         return False
 
 

@@ -66,7 +66,6 @@ class ResponsesReader(Reader):
 
     def take(self, name: str, data: Body) -> None:
         """Take an event."""
-        del name
         kind, number = str(data.get("type")), data.get("sequence_number")
         self._sent = number + 1 if isinstance(number, int) else self._sent
         if kind == "response.created":

@@ -111,14 +111,7 @@ class Prompted(NamedTuple):
 
 
 class Reader:
-    """Reads one answer, whole or on its way; as it stands, the usage alone.
-
-    Args:
-        answer: Takes what is read.
-        protocol: The protocol.
-        request: What was asked for.
-        hides_usage: Usage was asked for on the caller's behalf, who does not expect it.
-    """
+    """Reads one answer, whole or on its way; as it stands, the usage alone."""
 
     def __init__(
         self, answer: Answer, protocol: ApiProtocol, request: Body, *, hides_usage: bool
@@ -141,7 +134,6 @@ class Reader:
 
     def take(self, name: str, data: Body) -> bool | None:
         """Take an event; True where its client does not get it."""
-        del name
         self.answer.usage = merge_usage(self.answer.usage, usage_in(data))
         self.answer.model = text_or_none(data.get("model")) or self.answer.model
         return None
@@ -151,12 +143,7 @@ class Reader:
         self.is_settled = True
 
     def closing(self, text: str) -> list[Event] | None:
-        """Return the events that end the stream in good order where it was cut off.
-
-        Args:
-            text: What is said where nothing was said yet.
-        """
-        del text
+        """Return the events that end a cut stream in good order, with a text if it said nothing."""
         return None
 
 
@@ -227,7 +214,6 @@ class ApiProtocol:
 
     def choices(self, body: Body) -> int:
         """Return how many answers are asked for, each as long as the bound lets it be."""
-        del body
         return 1
 
     def prompt(self, body: Body) -> Prompted:
@@ -260,7 +246,6 @@ class ApiProtocol:
 
     def follows(self, body: Body) -> str | None:
         """Return the id of the answer after which the provider keeps the conversation."""
-        del body
         return None
 
     def answer_turn(self, text: str) -> Body:
@@ -268,7 +253,13 @@ class ApiProtocol:
         return {"role": "assistant", "content": text}
 
     def add_nudge(self, body: Body, text: str) -> None:
-        """Put a corrective message at the end of the prompt."""
+        """Put a corrective message into the last tool result; else it is a message of its own."""
+        turns = self.turns(body)
+        last = record(turns[-1] if turns else None)
+        if last.get("role") == "tool" and isinstance(last.get("content"), str):
+            last["content"] += f"\n\n{text}"
+        else:
+            turns.append({"role": "user", "content": text})
 
     def must_call(self, body: Body) -> bool:
         """Return whether the request asks for a call of a tool in any case."""
@@ -286,14 +277,12 @@ class ApiProtocol:
 
     def ask_for_usage(self, body: Body) -> bool:
         """Ask for the usage of a stream; False where it comes by itself or was asked for."""
-        del body
         return False
 
     # The answer
 
     def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body | None:
         """Return a whole answer without tool calls; None where the format has none."""
-        del body, model, text, mark
         return None
 
     def synthetic_stream(
