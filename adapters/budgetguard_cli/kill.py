@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from getpass import getuser
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
+from urllib.parse import unquote
 
 import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, opened_ledger
-from budgetguard_cli.screen import refuse, say, write_json
+from budgetguard_cli.screen import printable, refuse, say, write_json
+from budgetguard_cli.show import log_folder
+
+# The log of an attempt that went on later: RUN-1795402199.jsonl.
+_ATTEMPT: Final = re.compile(r"-\d{10,}$")
 
 
 def kill(
     url: LedgerUrl = None,
     tenant: Annotated[str | None, typer.Option(help="Stop this tenant.")] = None,
-    run: Annotated[str | None, typer.Option(help="Stop this run, by its whole id.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help="Stop this run; of one in BUDGETGUARD_LOG the beginning of its id does."),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop everything.")] = False,
     why: Annotated[str, typer.Option(help="For the record, and in the run's outcome.")] = "",
     who: Annotated[str | None, typer.Option(help="You, if left out.")] = None,
@@ -28,7 +38,7 @@ def kill(
     """
     _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
-        who = who or _user()
+        who, run = who or _user(), _whole_id(run)
         done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
         if as_json:
             write_json(done._asdict())
@@ -69,6 +79,20 @@ def _one_of(tenant: str | None, run: str | None, everything: bool) -> None:
     given = (tenant is not None) + (run is not None) + everything
     if given != 1:
         refuse(f"exactly one of --tenant, --run and --all must be given, got {given}. Name one.")
+
+
+def _whole_id(run: str | None) -> str | None:
+    """Return the id of the only logged run that begins so; else what was given: it may begin."""
+    folder = log_folder()
+    if run is None or folder is None:
+        return run
+    names = {unquote(log.name.partition(".jsonl")[0]) for log in Path(folder).glob("*.jsonl*")}
+    ids = {_ATTEMPT.sub("", name) for name in names}
+    begins = {run} & ids or {one for one in ids if one.startswith(run)}
+    if len(begins) > 1:
+        shown = ", ".join(map(printable, sorted(begins)[:5]))
+        refuse(f"--run must begin one run's id, got {shown}. Write more of it.")
+    return next(iter(begins), run)
 
 
 def _user() -> str:

@@ -27,9 +27,10 @@ from budgetguard_openai_agents.questions import BudgetAsked
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
 _TRIPWIRES = (agents.InputGuardrailTripwireTriggered, agents.OutputGuardrailTripwireTriggered)
-# What the calls of tools look like that are called without a name.
+# What the calls of tools look like that are called without a name, the likeliest first.
 _TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (agents.ShellTool | agents.LocalShellTool, ("shell_call", "local_shell_call")),
+    (agents.ShellTool, ("shell_call", "local_shell_call")),
+    (agents.LocalShellTool, ("local_shell_call", "shell_call")),
     (agents.ApplyPatchTool, ("apply_patch_call",)),
     (agents.ComputerTool, ("computer_call",)),
 )
@@ -43,6 +44,7 @@ class Recorder(agents.RunHooks[Any]):
         turns: Every response of this run, with what became of its tool calls.
         batch: The tool calls of the reply at hand.
         models: The models that the run has used, as it knows them.
+        copies: The copies of its function tools, each with the tool and what that held.
         sent: The last model that was asked for, and its request.
         due: The facts of a call that is about to be asked for.
         refused: The exception by which the last call was refused.
@@ -76,6 +78,7 @@ class Recorder(agents.RunHooks[Any]):
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []
         self.models: dict[tuple[Any, ...], Any] = {}
+        self.copies: dict[int, Any] = {}
         self.sent: Any = None
         self.due: tuple[Any, ...] | None = None
         self.refused: BaseException | None = None
@@ -232,7 +235,9 @@ class Recorder(agents.RunHooks[Any]):
             return same[0] if same else None
         # Shells, computers and patches come without a call, those of a kind one after the other.
         types = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
-        same = [one for one in self.batch if one.is_local and one.type in types]
+        local = [one for one in self.batch if one.is_local]
+        alike = ([one for one in local if one.type == type_] for type_ in types)
+        same = next((calls for calls in alike if calls), list[Asked]())
         if not starts:
             return next((one for one in reversed(same) if one.is_begun), None)
         begun = next((one for one in same if not one.is_begun), None)

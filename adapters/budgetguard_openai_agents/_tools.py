@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -26,11 +25,21 @@ _ORIGINAL = "_budgetguard_original"
 
 def tools_of_a_turn(recorder: Any, tools: list[agents.Tool]) -> list[agents.Tool]:
     """Return copies of an agent's tools, and the one that reports progress where that is asked."""
-    copies = [copied(tool) for tool in tools]
+    copies = [_copy_of(recorder, tool) for tool in tools]
     asks = recorder.run.guard.budget.progress is not None
     if asks and not any(tool.name == PROGRESS_TOOL.name for tool in tools):
         copies.append(copied(_progress_tool()))
     return copies
+
+
+def _copy_of(recorder: Any, tool: agents.Tool) -> agents.Tool:
+    """Return a tool's copy, that of the turn before where a function tool is what it was."""
+    if not isinstance(tool, agents.FunctionTool):
+        return copied(tool)
+    known = recorder.copies.get(id(tool))
+    if known is None or known[0] is not tool or known[1] != vars(tool):
+        known = recorder.copies[id(tool)] = tool, {**vars(tool)}, copied(tool)
+    return cast("agents.Tool", known[2])
 
 
 def copied(tool: agents.Tool) -> agents.Tool:
@@ -121,25 +130,29 @@ def _asking(
             return execute(*given, **named)
         if asked.opened.state != "started":
             return refused(asked.opened.refusal or NOT_EXECUTED)
-        with _noted(recorder, asked):
+        with _Noted(recorder, asked):
             result = execute(*given, **named)
         return _awaited(recorder, asked, result) if inspect.isawaitable(result) else result
 
     return asking
 
 
-@contextmanager
-def _noted(recorder: Any, asked: Asked) -> Generator[None]:
-    with entered(RunFrame(recorder, asked)):
-        try:
-            yield
-        except BaseException as error:
-            asked.error = error
-            raise
+class _Noted(entered):
+    """The block around the body of a call, which notes what it raises."""
+
+    __slots__ = ("_asked",)
+
+    def __init__(self, recorder: Any, asked: Asked) -> None:
+        super().__init__(RunFrame(recorder, asked))
+        self._asked = asked
+
+    def __exit__(self, *left: Any) -> None:
+        super().__exit__(*left)
+        self._asked.error = left[1] or self._asked.error
 
 
 async def _awaited(recorder: Any, asked: Asked, result: Awaitable[Any]) -> Any:
-    with _noted(recorder, asked):
+    with _Noted(recorder, asked):
         return await result
 
 

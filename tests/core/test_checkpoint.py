@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -125,27 +123,6 @@ def test_damage_is_one_sentence(text, sentence):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("counters", {"tokens": -1}),
-        ("elapsed_ns", -1),
-        ("quotas", {"a": -5}),
-        ("tool_counts", {"a": -5}),
-        ("call_id", -1),
-        ("trip", {"reason": "because"}),
-        ("records", [["1"]]),
-        ("open_calls", [{"kind": "tool", "call_id": 1, "reserved_cost": -1}]),
-        ("unknown", 1),
-    ],
-)
-def test_figures_that_no_guard_can_have_are_damage(guard, field, value):
-    data = json.loads(guard.snapshot().to_json())
-    value = data["counters"] | value if field == "counters" else value
-    with pytest.raises(CheckpointError, match=f"snapshot is damaged \\({field}"):
-        Snapshot.from_json(json.dumps(data | {field: value}))
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"counters": {}},
@@ -179,18 +156,6 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
     assert str(caught.value).startswith(f"checkpoint file {str(path)!r} cannot be used: ")
     assert str(caught.value).endswith("Make it writable, or move it away to begin a new one.")
     assert path.read_bytes() == content
-
-
-def test_a_damaged_row_is_one_sentence(tmp_path, guard):
-    store = SqliteStore(tmp_path / "c.sqlite3")
-    store.save(guard.snapshot())
-    other = sqlite3.connect(tmp_path / "c.sqlite3")
-    other.execute("UPDATE budgetguard_runs SET state = substr(state, 1, 50)")
-    other.commit()
-    other.close()
-    with pytest.raises(CheckpointError, match="snapshot is damaged"):
-        store.load("r")
-    store.close()
 
 
 def test_a_relative_path_is_that_of_the_folder_it_was_given_in(tmp_path, guard, monkeypatch):

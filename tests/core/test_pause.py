@@ -191,12 +191,6 @@ def test_under_a_fresh_budget_nothing_waits(guard, clock):
     assert again.usage.seconds == 2
 
 
-def test_a_snapshot_without_pauses_is_read(guard):
-    data = guard.snapshot().model_dump(mode="json")
-    del data["pauses"]
-    assert Snapshot.model_validate(data | {"format_version": 1}).pauses == 0
-
-
 def test_the_replay_waits_as_the_run_did(guard, clock, lines):
     other = guard.child(run_id="c")
     step(other)

@@ -49,29 +49,6 @@ def rates_of(price, name="own-model"):
 # --- the unit -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [
-        (0, "0"),
-        (1, "1E-15"),
-        (FEMTO_USD_PER_USD, "1"),
-        (120 * FEMTO_USD_PER_USD, "120"),
-        (3 * 10**14, "0.3"),
-        (-25 * 10**13, "-0.25"),
-    ],
-)
-def test_an_amount_is_shown_in_dollars_without_needless_zeros(amount, text):
-    assert str(to_usd(amount)) == text
-
-
-@pytest.mark.parametrize(
-    "amount",
-    [0, 1, 10**8, 10**9 - 1, 10**9, 10**9 + 1, 26 * 10**11, 10**15, 10**15 + 10**8, 3 * 10**24],
-)
-def test_an_amount_comes_back_from_dollars(amount):
-    assert from_usd(to_usd(amount)) == amount
-
-
 @given(st.integers(min_value=-(10**40), max_value=10**40))
 def test_dollars_and_units_are_inverse_under_any_context(amount):
     with localcontext(Context(prec=3, rounding=ROUND_DOWN)):
@@ -82,13 +59,6 @@ def test_dollars_and_units_are_inverse_under_any_context(amount):
 def test_dollars_below_the_unit_are_rounded_up():
     assert from_usd(Decimal("1E-16")) == 1
     assert from_usd(Decimal("0.1000000000000001")) == 10**14 + 1
-
-
-def test_three_calls_of_ten_cents_fit_thirty_cents_exactly():
-    rates = rates_of(Price(input=Decimal("0.10"), output=0))
-    call = rates.cost(TokenUsage(input_tokens=MILLION))
-    assert call + call + call == from_usd(Decimal("0.30"))
-    assert rates.input_cost(MILLION) + rates.output_cost(0) == call
 
 
 # --- what a call costs ----------------------------------------------------------------------
@@ -122,12 +92,6 @@ def test_every_bucket_has_its_own_rate_and_none_is_billed_twice():
         + 500 * Decimal(15)
     ) / MILLION + Decimal("0.01")
     assert cost == expected
-
-
-def test_reasoning_is_part_of_the_output():
-    rates = rates_of(FULL)
-    without = rates.cost(TokenUsage(output_tokens=100))
-    assert rates.cost(TokenUsage(output_tokens=100, reasoning_tokens=90)) == without
 
 
 def test_a_rate_that_is_left_out_is_the_full_input_rate():
@@ -207,14 +171,6 @@ def test_a_projection_takes_the_dearest_tier_within_reach():
     assert rates.output_cost(MILLION) == from_usd(Decimal(30))
     assert rates.output_cost(MILLION, input_tokens=200_000) == from_usd(Decimal(10))
     assert rates.output_cost(MILLION, input_tokens=200_001) == from_usd(Decimal(15))
-
-
-@pytest.mark.parametrize("price", [FULL, TIERED])
-@pytest.mark.parametrize("tokens", [0, 7, 200_000, 200_001, 500_001])
-def test_a_projected_cost_is_that_of_input_and_output_together(price, tokens):
-    rates = rates_of(price)
-    together = rates.input_cost(tokens) + rates.output_cost(11, input_tokens=tokens)
-    assert rates.projected_cost(tokens, 11) == together
 
 
 def test_a_projection_allows_for_cache_writes():
@@ -318,20 +274,6 @@ def test_more_tokens_never_cost_less(price, usage, bucket):
 # --- prices of one's own --------------------------------------------------------------------
 
 
-def test_a_price_takes_decimal_int_and_float_as_printed():
-    assert Price(input=2.5, output=10) == Price(input=Decimal("2.5"), output=Decimal(10))
-    assert Price(input=0.1, output=1).input == Decimal("0.1")
-    assert Price(input=Decimal("1.00000000000"), output=1) == Price(input=1, output=1)
-
-
-def test_the_largest_price_is_a_million_dollars():
-    assert rates_of(Price(input=MILLION, output=0)).cost(TokenUsage(input_tokens=1)) == from_usd(
-        Decimal(1)
-    )
-    with pytest.raises(ConfigurationError, match="between 0 and 1000000 US dollars"):
-        Price(input=Decimal("1000000.000000001"), output=0)
-
-
 def test_a_price_is_frozen_hashable_and_picklable():
     with pytest.raises(AttributeError):
         FULL.input = Decimal(0)
@@ -358,13 +300,6 @@ def test_a_price_is_frozen_hashable_and_picklable():
 def test_a_price_that_makes_no_sense_is_refused(field, value, message):
     with pytest.raises(ConfigurationError, match=f"^{field} .*{message}"):
         Price(**{"input": 1, "output": 1, field: value})
-
-
-def test_a_price_needs_input_and_output():
-    with pytest.raises(ConfigurationError, match="input must be a Decimal"):
-        Price(input=None, output=1)
-    with pytest.raises(TypeError, match="output"):
-        Price(input=1)
 
 
 def test_nine_decimals_per_million_tokens_are_the_finest_rate():
@@ -408,13 +343,6 @@ def test_a_context_window_is_a_positive_whole_number(window):
 def test_overrides_that_make_no_sense_are_refused(overrides, message):
     with pytest.raises(ConfigurationError, match=message):
         PriceBook(overrides)
-
-
-def test_names_of_models_and_providers_have_512_characters_at_most():
-    name = "x" * 512
-    book = PriceBook({name: FULL}, as_of=DAY)
-    assert book.rates_for(name, name) is book.rates_for(name, name) is not None
-    assert book.rates_for(name + "x") is book.rates_for(name, name + "x") is None
 
 
 def test_an_override_wins_whole_and_for_its_exact_name_only():
@@ -514,18 +442,6 @@ def test_claude_cache_rates(book):
     assert usd(rates, **tokens, cache_write_tokens=1_000) == Decimal("0.00375")
     hour = {"cache_write_tokens": 1_000, "cache_write_1h_tokens": 1_000}
     assert usd(rates, **tokens, **hour) == Decimal("0.006")
-
-
-def test_claude_on_bedrock_without_a_one_hour_rate_gets_anthropics(book):
-    rates = book.rates_for("anthropic.claude-sonnet-4-20250514-v1:0")
-    hour = {"cache_write_tokens": 1_000, "cache_write_1h_tokens": 1_000}
-    assert usd(rates, input_tokens=1_000, **hour) == 1_000 * Decimal(3) * 2 / MILLION
-
-
-def test_a_tier_of_the_data_on_both_sides(book):
-    rates = book.rates_for("claude-sonnet-4-5")
-    assert usd(rates, input_tokens=200_000) == 200_000 * Decimal(3) / MILLION
-    assert usd(rates, input_tokens=200_001) == 200_001 * Decimal(6) / MILLION
 
 
 def test_the_context_window_is_known_where_the_data_has_it(book):

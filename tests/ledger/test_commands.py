@@ -126,6 +126,20 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
     assert "must be an amount of US dollars, got 'many'" in " ".join(done.stderr.split())
 
 
+def test_a_logged_run_is_killed_by_the_beginning_of_its_id(sqlite, opened, tmp_path):
+    opened(sqlite).set_ceilings("acme", daily_usd=1)
+    for name in ("9f0c11", "9f0c11-1795402199", "9f0d"):
+        (tmp_path / f"{name}.jsonl").touch()
+    environment = {"BUDGETGUARD_LEDGER": sqlite.url, "BUDGETGUARD_LOG": str(tmp_path)}
+    kill = ["kill", "--json", "--run"]
+    done = CliRunner().invoke(app, [*kill, "9f0c"], env=environment)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["flag"].endswith("9f0c11")
+    assert CliRunner().invoke(app, [*kill, "9f0"], env=environment).exit_code == 2
+    done = CliRunner().invoke(app, [*kill, "other"], env=environment)
+    assert json.loads(done.stdout)["flag"].endswith("other")
+
+
 COMMANDS = [
     *(("ledger", name) for name in ("show", "set", "reconcile")),
     *(("ledger", name) for name in ("adopt", "check")),

@@ -21,12 +21,12 @@ AREAS = {
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 4_985, 2_700),
-    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_845, 2_200),
+    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_863, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_072, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_100, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 820, 500),
     "http": (["adapters/budgetguard_http/**/*.py"], 4_514, 3_900),
-    "cli": (["adapters/budgetguard_cli/**/*.py"], 4_743, 4_200),
+    "cli": (["adapters/budgetguard_cli/**/*.py"], 4_767, 4_200),
 }
 
 

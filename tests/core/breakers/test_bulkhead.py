@@ -16,10 +16,6 @@ SECOND = 1_000_000_000
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 
 
-def test_the_defaults_are_the_documented_ones():
-    assert Bulkhead().config.model_dump() == {"max_concurrent_calls": 25, "max_wait_duration": 0}
-
-
 @pytest.mark.slow
 @fixed
 @given(

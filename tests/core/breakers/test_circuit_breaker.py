@@ -73,22 +73,6 @@ OPENED = "4*fail"
 TRIAL = f"{OPENED} +60"
 
 
-def test_the_defaults_are_the_documented_ones():
-    assert CircuitBreakerConfig().model_dump(
-        exclude={"record_result", "stop_after_open_rounds"}
-    ) == {
-        "failure_rate_threshold": 50,
-        "slow_call_rate_threshold": 100,
-        "slow_call_duration_threshold": 60,
-        "permitted_number_of_calls_in_half_open_state": 10,
-        "sliding_window_size": 100,
-        "minimum_number_of_calls": 100,
-        "wait_duration_in_open_state": 60,
-        "record_exceptions": (),
-        "ignore_exceptions": (),
-    }
-
-
 @pytest.mark.parametrize(
     ("documented", "changes", "script", "state", "refused"),
     [
@@ -191,11 +175,6 @@ def test_a_call_of_an_earlier_state_neither_decides_a_trial_nor_gives_one_back()
     bench.breaker.record(trial.generation, False, SECOND, bench.now)
     bench.breaker.record(trial.generation, False, SECOND, bench.now)
     assert bench.state is CLOSED
-
-
-def test_a_reading_of_the_clock_may_be_a_little_old():
-    bench = Bench(small()).play(f"+10 {OPENED}")
-    assert bench.breaker.try_acquire_permission(5 * SECOND).retry_after == 60
 
 
 @pytest.mark.parametrize("repetition", range(3))

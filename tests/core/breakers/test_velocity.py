@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from budgetguard_core.breakers import VelocityLimits, VelocityMeter
-from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import ManualClock
 
@@ -220,12 +219,6 @@ def test_without_a_ceiling_nothing_is_held():
     assert meter.model_call_violations(0) == meter.tool_call_violations(0) == []
 
 
-def test_a_reading_of_the_clock_may_be_a_little_old():
-    meter = VelocityMeter(VelocityLimits(max_tool_calls_per_minute=1))
-    meter.book(100 * SECOND, tool_calls=1)
-    assert meter.tool_call_violations(10 * SECOND)
-
-
 def test_what_is_kept_does_not_grow_with_the_run():
     limits = VelocityLimits(max_tokens_per_minute=10**12, max_tool_calls_per_minute=10**12)
     meter = VelocityMeter(limits)
@@ -236,21 +229,3 @@ def test_what_is_kept_does_not_grow_with_the_run():
     meter.start_of_model_call(now)
     assert [len(window.ring) for window in meter._windows] == [122] * 3
     assert meter._windows[2].total == 50 * 61
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"max_tokens_per_minute": 0}, "max_tokens_per_minute must be a whole number >= 1, got 0."),
-        ({"throttle_at": float("nan")}, "throttle_at must be a share between 0 and 1"),
-        ({"max_tool_calls_per_minute": True}, "must be a whole number >= 1, got True."),
-        ({"max_cost_usd_per_minute": 0}, "max_cost_usd_per_minute must be finite and > 0, got 0."),
-        ({"max_cost_usd_per_minute": "1"}, "must be an amount of US dollars > 0"),
-        ({"max_cost_usd_per_minute": Decimal("1e99")}, "must be >= 1E-15 and < 1E+15"),
-        ({"throttle_at": 1}, "throttle_at must be a share between 0 and 1, got 1. Use 0.8 "),
-    ],
-)  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(fields, sentence):
-    with pytest.raises(ConfigurationError) as caught:
-        VelocityLimits(**fields)
-    assert sentence in str(caught.value)

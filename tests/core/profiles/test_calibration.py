@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from decimal import Decimal
 from random import Random
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from budgetguard_core import Budget
 from budgetguard_core.profiles.audit import audit
 from budgetguard_core.profiles.calibration import (
-    bootstrap_interval,
     propose,
     quantiles,
     rank,
@@ -86,24 +84,6 @@ def test_quantiles_are_figures_that_were_seen(figures):
     for name, percent in (("p50", 50), ("p95", 95), ("p99", 99)):
         assert getattr(found, name) == ordered[-(-len(figures) * percent // 100) - 1]
     assert found.maximum == max(figures)
-
-
-def binomial_tail(least, trials, chance):
-    """The probability of at least so many successes."""
-    return math.fsum(
-        math.comb(trials, hits) * chance**hits * (1 - chance) ** (trials - hits)
-        for hits in range(least, trials + 1)
-    )
-
-
-@pytest.mark.parametrize(("count", "share"), [(10, 0.5), (29, 0.95), (100, 0.95), (300, 0.99)])
-def test_the_interval_is_that_of_the_binomial_distribution(count, share):
-    place = rank(count, share)
-    chances = [binomial_tail(place, count, at / count) for at in range(1, count + 1)]
-    assert bootstrap_interval(count, place) == tuple(
-        next(at for at, chance in enumerate(chances, 1) if chance >= bound - 1e-12)
-        for bound in (0.025, 0.975)
-    )
 
 
 @pytest.mark.parametrize("draw", ["exponential", "lognormal", "pareto"])
