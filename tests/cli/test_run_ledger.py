@@ -104,6 +104,27 @@ def test_threads_that_start_at_once_get_exactly_what_there_is(bounded):
         assert run.report.usage.model_calls == 3
 
 
+def test_the_stop_of_another_process_overtakes_no_call_that_was_granted_before(
+    bounded, monkeypatch
+):
+    with bounded(max_model_calls=3) as run:
+        guard, other = run.process(), run.process()
+        plug = guard.state.own_plugs[0]
+        waiting = plug._grant(run.ledgers[0].reserve(["run"], model_calls=1))
+        while isinstance(spend(other), Admit):
+            pass
+        assert run.stop.reason is StopReason.MAX_MODEL_CALLS
+        seen = []
+
+        def wait_for(is_let_in, _):
+            seen.append((is_let_in(), guard.trip))
+            plug.decided((waiting,))
+
+        monkeypatch.setattr(plug._changed, "wait_for", wait_for)
+        assert isinstance(spend(guard), Stop)
+        assert seen == [(False, None)]
+
+
 def test_parallel_batches_start_exactly_as_many_tools_as_there_are(bounded):
     with bounded(max_tool_calls=3, loop_detection=None) as run:
         guards = [run.process(), run.process()]

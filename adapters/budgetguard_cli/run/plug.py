@@ -95,10 +95,14 @@ class RunLedger(Plug):
             self._granted.add(hold)
         return hold
 
-    def _refuse(self, owner: Any, refused: LedgerRefused) -> Violation | None:
-        """Return the cap that is reached; abort where it is none."""
+    def _let_in(self) -> None:
+        """Wait until all calls that were granted are admitted: a stop would overtake them."""
         with self._changed:
             self._changed.wait_for(lambda: not self._granted, _PATIENCE_S)
+
+    def _refuse(self, owner: Any, refused: LedgerRefused) -> Violation | None:
+        """Return the cap that is reached; abort where it is none."""
+        self._let_in()
         if not refused.key:
             owner.abort(refused.detail)
             return None
@@ -114,6 +118,8 @@ class RunLedger(Plug):
         link = next(one for one in ask.asker.state.chain if one.owner is owner)
         if not link.answers:
             stop = None if owner.trip is not None else self._folder.stop()
+            if stop is not None:
+                self._let_in()
             for one in () if stop is None else stop.violations:
                 owner.abort(one.detail) if one.reason is StopReason.ABORTED else owner.hold(one)
             if stop is not None or ask.asker.trip is not None:
