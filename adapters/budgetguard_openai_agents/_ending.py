@@ -211,6 +211,8 @@ class Ending:
 
         context = getattr(recorder.context or data.context_wrapper, "context", None)
         answer, output = await _last.ask(recorder, trip, context, history)
+        if answer is None and recorder.handler is not None and _last.is_typed(recorder.agent):
+            answer, output = await self._handled(trip, data, whole, responses)
         text = answer or synthetic_text(run.guard)
         if answer is None and run.above is not None and run.above.run is not None:
             # A run around also gets what its sub-agent had said so far.
@@ -219,6 +221,24 @@ class Ending:
         metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
         closing.append(synthetic_message(data.last_agent, text, metadata, responses))
         return output if _last.is_typed(recorder.agent) else text
+
+    async def _handled(self, trip: Trip, data: Any, whole: Any, responses: Any) -> Any:
+        """Ask the user's handler of `max_turns`, once, for an output of the agent's type."""
+        recorder = self._recorder
+        handler, recorder.handler = recorder.handler, None
+        try:
+            return await _seams.handled(
+                handler,
+                agents.MaxTurnsExceeded(trip.detail),
+                recorder.context or data.context_wrapper,
+                recorder.agent,
+                input=data.input,
+                new_items=list(whole),
+                raw_responses=list(responses),
+            )
+        except Exception as error:
+            recorder.run.guard.tree.report("error_handlers", error)
+            return None, None
 
     async def _store(self, result: Any, *, rebuilt: bool) -> None:
         """Add to the user's session what the run was stopped before adding.

@@ -52,6 +52,7 @@ class Recorder(agents.RunHooks[Any]):
         resumed: The calls that the earlier attempt had asked for, and left to this one.
         stopping: Why the run ends, where it is no limit of the budget's.
         closing: What a stopped run's end has added to the items of its stream.
+        handler: The user's handler of `max_turns`, until it was asked.
         is_handled: The user's handler gave the answer when the SDK's turns were used up.
         question: What a person is asked, for whom the run waits.
     """
@@ -87,6 +88,7 @@ class Recorder(agents.RunHooks[Any]):
         self.stopping: Trip | None = None
         self.closing: list[agents.RunItem] = []
         self.is_handled = False
+        self.handler: Any = None
         self._saved: list[Any] = []
         self.question: kit.LimitQuestion | None = None
 
@@ -197,9 +199,10 @@ class Recorder(agents.RunHooks[Any]):
         With one of ours, a run and a stream end alike where the user has none.
         """
         given: dict[str, Any] = own or {}
+        self.handler = given.get("max_turns")
 
         async def used_up(about: Any) -> Any:
-            handler = given.get("max_turns")
+            handler, self.handler = self.handler, None
             answer = None if handler is None else handler(about)
             if inspect.isawaitable(answer):
                 answer = await answer

@@ -16,7 +16,7 @@ import agents.tool
 from agents.agent import AgentBase
 from agents.items import ItemHelpers
 from agents.models.fake_id import FAKE_RESPONSES_ID
-from agents.run_internal import run_loop, run_steps
+from agents.run_internal import error_handlers, run_loop, run_steps
 from agents.version import __version__
 
 from budgetguard_core import AdapterError
@@ -118,6 +118,25 @@ def replace_pending_tools(state: Any, replaced: Callable[[agents.Tool], agents.T
             for name, value in list(getattr(call, "__dict__", {}).items()):
                 if name.endswith("_tool"):
                     setattr(call, name, replaced(value))
+
+
+async def handled(
+    handler: Any, error: Exception, context: Any, agent: Any, **facts: Any
+) -> tuple[str | None, Any]:
+    """Ask the user's handler of `max_turns` as the SDK does; return the text, and the output."""
+    sdk: Any = error_handlers
+    made = await sdk.resolve_run_error_handler_result(
+        error_handlers={"max_turns": handler},
+        error_kind="max_turns",
+        error=error,
+        context_wrapper=context,
+        run_data=sdk.build_run_error_data(last_agent=agent, **facts),
+    )
+    if made is None:
+        return None, None
+    final = sdk.validate_handler_final_output(agent, made.final_output)
+    text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
+    return text, final
 
 
 # Streamed results

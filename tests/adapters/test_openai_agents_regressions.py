@@ -403,10 +403,38 @@ def test_7_a_last_answer_that_does_not_fit_its_schema_is_none(way):
     assert outcome(result).status == "terminated"
 
 
+@pytest.mark.parametrize("form", ["value", "dict", "async"])
 @ways
-def test_7_without_a_reserve_a_typed_end_is_none(way):
+def test_7_without_a_reserve_the_users_own_handler_gives_the_typed_end(way, form):
+    asked: list[Any] = []
+
+    def handler(about: Any) -> Any:
+        asked.append(about)
+        return {"final_output": Answer(value=7)} if form == "dict" else Answer(value=7)
+
+    async def later(about: Any) -> Any:
+        return handler(about)
+
     agent = agent_of(calls("search"), tools=[tool("search", [])], output_type=Answer)
-    handlers: Any = {"max_turns": lambda _: Answer(value=7)}
+    handlers: Any = {"max_turns": later if form == "async" else handler}
+    result = ended(way, agent, hooks=BudgetHooks(Budget(max_iterations=1)), error_handlers=handlers)
+    assert result.final_output == Answer(value=7)
+    assert outcome(result).stop_reason is StopReason.MAX_ITERATIONS
+    assert len(asked) == 1
+    assert len(asked[0].run_data.new_items) == 2
+    kinds = [one.get("type") for one in result.to_input_list()]
+    assert kinds.count("function_call") == kinds.count("function_call_output") == 1
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [None, lambda _: None, lambda _: "no Answer", lambda _: 1 / 0],
+    ids=["none", "no answer", "no value of the type", "fails"],
+)
+@ways
+def test_7_else_a_typed_end_is_none(way, handler):
+    agent = agent_of(calls("search"), tools=[tool("search", [])], output_type=Answer)
+    handlers: Any = None if handler is None else {"max_turns": handler}
     hooks = BudgetHooks(Budget(max_iterations=1))
     result = ended(way, agent, hooks=hooks, error_handlers=handlers)
     assert result.final_output is None
