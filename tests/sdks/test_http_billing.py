@@ -29,7 +29,8 @@ def bounded(answer, budget=DOLLARS, mod=httpx2):
     def answered(request):
         posted.append(request)
         if isinstance(answer, bytes):
-            return mod.Response(200, headers={"content-type": STREAM}, content=answer)
+            kind = STREAM if "/api/" in request.url.path else "text/event-stream"
+            return mod.Response(200, headers={"content-type": kind}, content=answer)
         return mod.Response(200, json=answer)
 
     transport = BudgetTransport(budget, mod.MockTransport(answered))

@@ -67,8 +67,7 @@ def test_a_batch_over_the_cap_is_stopped_at_the_next_call(flow):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("encoding", [None, "gzip"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "encoding"), [(False, None), (False, "gzip"), (True, None)])
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])
 def test_an_explicit_transport_needs_no_patch(kind, stream, encoding):
     budget = Budget(max_iterations=CAP, loop_detection=None)
@@ -99,12 +98,10 @@ async def test_the_same_on_an_event_loop(stream):
     assert loop.text.startswith("This run was stopped")
 
 
-@pytest.mark.parametrize("encoding", ["gzip"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_compressed_answers_are_read(stream, encoding):
+def test_a_compressed_answer_is_read():
     budget = Budget(max_iterations=CAP, loop_detection=None)
-    with ProviderServer(encoding=encoding) as server, bounded_clients(budget) as block:
-        loops.chat(openai_client(server), stream=stream)
+    with ProviderServer(encoding="gzip") as server, bounded_clients(budget) as block:
+        loops.chat(openai_client(server), stream=False)
     assert block.outcome.usage.total_tokens == CAP * TOKENS
     assert block.outcome.usage.estimated_calls == 0
 
