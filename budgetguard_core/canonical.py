@@ -16,7 +16,7 @@ from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -147,7 +147,8 @@ class _Walk:
             return f"<set {','.join(sorted(self.items(value, depth)))}>"
         if issubclass(kind, Sequence) and kind is not range:
             return f"[{','.join(self.items(value, depth))}]"
-        shown = "" if kind.__repr__ is object.__repr__ else _ADDRESS.sub("", repr(value))
+        shows: Any = kind.__repr__
+        shown = "" if shows is object.__repr__ else _ADDRESS.sub("", repr(cast("Any", value)))
         if hasattr(kind, "__array__"):  # its text is elided and rounded
             array = value.__array__()
             is_plain = not array.dtype.hasobject

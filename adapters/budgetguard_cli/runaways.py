@@ -91,12 +91,12 @@ def _plain_loop(model: Any, guard: Guard, read_file: Tool) -> Outcome:
 
 
 def _langgraph(model: Any, guard: Guard, read_file: Tool) -> Outcome | None:
-    from langchain.agents import create_agent
+    import langchain.agents
 
     from budgetguard_langgraph import bounded
 
-    make: Any = create_agent
-    bounded(make(model, tools=[read_file]), guard).invoke({"messages": [("user", PROMPT)]})
+    agent = cast("Any", langchain.agents).create_agent(model, tools=[read_file])
+    bounded(agent, guard).invoke({"messages": [("user", PROMPT)]})
     return guard.outcome
 
 
