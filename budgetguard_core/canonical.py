@@ -16,7 +16,7 @@ from decimal import Decimal
 from enum import Enum
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -128,7 +128,7 @@ class _Walk:
         return text
 
     def contents(self, value: Any, depth: int) -> str:
-        kind = _kind_of(value)
+        kind = of = _kind_of(value)
         if kind is list or kind is tuple:
             return f"[{','.join([self.text(item, depth) for item in value])}]"
         named = _fields(value)
@@ -147,9 +147,9 @@ class _Walk:
             return f"<set {','.join(sorted(self.items(value, depth)))}>"
         if issubclass(kind, Sequence) and kind is not range:
             return f"[{','.join(self.items(value, depth))}]"
-        shows: Any = kind.__repr__
-        shown = "" if shows is object.__repr__ else _ADDRESS.sub("", repr(cast("Any", value)))
-        if hasattr(kind, "__array__"):  # its text is elided and rounded
+        # Not `kind`, of which the checks above have left nothing that a type checker knows.
+        shown = "" if of.__repr__ is object.__repr__ else _ADDRESS.sub("", repr(value))
+        if hasattr(of, "__array__"):  # its text is elided and rounded
             array = value.__array__()
             is_plain = not array.dtype.hasobject
             held = digest(array.tobytes()) if is_plain else self.text(array.tolist(), depth)
