@@ -19,7 +19,7 @@ from strands.multiagent.base import MultiAgentBase, MultiAgentResult, Status
 from strands.session import FileSessionManager
 from strands.tools.executors import ConcurrentToolExecutor, SequentialToolExecutor
 
-from budgetguard_core import Budget, Guard
+from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_core.testing import Call, Reply, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
 from strands_agents import StrictModel, check_request
@@ -81,7 +81,7 @@ class World:
         self.scripts: list[Script] = []
         self.agents: list[Agent] = []
         self.bodies = 0
-        self.background = False
+        self.background = self.has_custom = False
         self.number = 0
 
     def chance(self, share: float) -> bool:
@@ -173,6 +173,7 @@ class World:
             if depth == 0 and kind < 0.2:
                 builder.add_node(self.graph(1), name)
             elif kind < 0.35:
+                self.has_custom = True
                 builder.add_node(Custom(self.agent()), name)
             elif depth == 0 and kind < 0.45:
                 builder.add_node(self.swarm(), name)
@@ -303,7 +304,11 @@ def check_orchestrator(world: World, seed: int) -> None:
     provider.attach(target)
     for turn in range(world.random.randint(1, 2)):
         before = (world.model_calls, world.bodies)
-        run_of(world, target, f"Turn {turn}.")
+        try:
+            run_of(world, target, f"Turn {turn}.")
+        except BudgetExceeded:
+            # Through a node of the user's own, which runs its agent by itself.
+            assert world.has_custom, seed
         within(world, budget, provider.outcome(target).usage, before, seed)
         for agent in world.agents:
             if agent.messages:
