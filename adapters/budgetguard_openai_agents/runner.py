@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import agents
+from agents import Agent
 from agents.lifecycle import RunHooksBase
 
 from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Outcome, Snapshot
@@ -110,7 +111,7 @@ _OF_THE_BUDGET = frozenset({*EnvelopeOptions.__annotations__, "resume"} - {"conv
 
 
 async def bounded_run(
-    agent: agents.Agent[Any],
+    agent: Agent[Any],
     input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
@@ -136,7 +137,7 @@ async def bounded_run(
 
 
 def bounded_run_sync(
-    agent: agents.Agent[Any],
+    agent: Agent[Any],
     input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,
@@ -149,7 +150,7 @@ def bounded_run_sync(
 
 
 def bounded_run_streamed(
-    agent: agents.Agent[Any],
+    agent: Agent[Any],
     input: str | list[agents.TResponseInputItem] | agents.RunState[Any],  # noqa: A002 - the SDK's name
     *,
     budget: Budget | Guard | Envelope | None = None,

@@ -9,6 +9,9 @@ from budgetguard_core.breakers import BreakerRegistry
 from budgetguard_core.budget import Budget
 from budgetguard_core.clock import Clock
 from budgetguard_core.events import Event
+
+# pdoc 16 looks here for what a handler takes.
+from budgetguard_core.guard import Guard as Guard
 from budgetguard_core.guard import Mode, WarningHandler
 from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.outcome import Outcome
