@@ -131,13 +131,13 @@ class Hidden(TypedDict):
     messages: Annotated[list[AnyMessage], add_messages]
 
 
-def last_twenty(left, right):
+def last_sixty(left, right):
     """A reducer of a user's own: a window, that also takes one message."""
-    return [*left, *(right if isinstance(right, list) else [right])][-20:]
+    return [*left, *(right if isinstance(right, list) else [right])][-60:]
 
 
 class Windowed(TypedDict):
-    messages: Annotated[list[AnyMessage], last_twenty]
+    messages: Annotated[list[AnyMessage], last_sixty]
 
 
 ROOT = Annotated[list[AnyMessage], add_messages]

@@ -53,7 +53,7 @@ from budgetguard_langgraph._usage import (
     was_cut,
     written,
 )
-from budgetguard_langgraph.interrupts import is_budget_interrupt
+from budgetguard_langgraph.interrupts import is_stop_below
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 
@@ -376,9 +376,7 @@ def fail_tool_call(graph_run: GraphRun, run_id: RunId, error: BaseException) -> 
         graph_run.interrupted.append(call)
         return None if isinstance(error, GraphBubbleUp) else run.stopped_by
     if isinstance(error, GraphInterrupt) and call.call.id is not None:
-        asked: Any = error.args[0] if error.args else ()
-        if all(is_budget_interrupt(one) for one in asked):
-            # A graph in its body was stopped, and LangGraph has made an interrupt of its own of it.
+        if is_stop_below(error):
             graph_run.interrupted.append(call)
         # Else its body runs again with the answer, and is the same call.
         return None
