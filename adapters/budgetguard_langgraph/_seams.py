@@ -276,11 +276,15 @@ class WaitingHook:
         return MethodType(self._awaited if asks == _AWAITS else self._blocking, handler)
 
     def _blocking(self, handler: object, *given: Any, **facts: Any) -> None:
-        run_blocking(getattr(handler, self._flow)(*given, **facts))
+        flow = getattr(handler, self._flow)(*given, **facts)
+        if flow is not None:  # else there is nothing to wait for
+            run_blocking(flow)
 
     async def _awaited(self, handler: object, *given: Any, **facts: Any) -> None:
         try:
-            await run_awaited(getattr(handler, self._flow)(*given, **facts))
+            flow = getattr(handler, self._flow)(*given, **facts)
+            if flow is not None:
+                await run_awaited(flow)
         except BaseException:
             _close_pending_hooks()
             raise

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, cast
-from uuid import UUID
 
 from langchain_core.messages import BaseMessage
 from langgraph.checkpoint.base import BaseCheckpointSaver
@@ -37,16 +35,7 @@ from budgetguard_langgraph._closing import (
     holds_another,
     write,
 )
-from budgetguard_langgraph._endings import (
-    Told,
-    answer_of_the_last_model,
-    closing_of,
-    conclude,
-    fail,
-    limit_of,
-    pause,
-    remember,
-)
+from budgetguard_langgraph._endings import Told, ended_by_a_limit, question_to, remember
 from budgetguard_langgraph._messages import has_open_calls, messages_of
 from budgetguard_langgraph._pauses import Thread, both, called_with
 from budgetguard_langgraph._run import GraphRun, Stretch, run_around
@@ -55,7 +44,6 @@ from budgetguard_langgraph._seams import (
     FRAMEWORK_LIMITS,
     TASK,
     configuration,
-    graph_call,
     is_drained,
     recursion_limit,
     surrounding_callbacks,
@@ -85,15 +73,6 @@ class Attached(BudgetCallback):
     """The callback of what opens its run and writes its ending itself."""
 
     ends_elsewhere = True
-
-    def _start_chain(
-        self, serialized: dict[str, Any] | None, inputs: Any, *, run_id: UUID, **facts: Any
-    ) -> Flow[None]:
-        """Note whose run a chain belongs to; the first one is the graph itself."""
-        mine = self._last
-        if mine is not None and mine.root is None:
-            mine.root, mine.graph_call = run_id, graph_call()
-        yield from super()._start_chain(serialized, inputs, run_id=run_id, **facts)
 
     def begin(self, run: Run, outer: GraphRun | None, *, answered: bool = False) -> GraphRun:
         """Take a run that was opened for this call."""
@@ -181,8 +160,7 @@ class Session:
         self.key = conversation_key(graph, terms.messages_key)
         self._view = View(graph, options, nested=self.nested)
         self._callback = Attached(terms.envelope, messages_key=terms.messages_key)
-        # How it ends: the conversation, what is new in it, the values, and the thread.
-        self._messages: Sequence[BaseMessage] = ()
+        # How it ends: what is new in the conversation, the values, and the thread.
         self._closing: Sequence[BaseMessage] = ()
         self._values: Any = None
         self._state: StateSnapshot | None = None
@@ -220,7 +198,7 @@ class Session:
         trip = self._trip(error, None if parts is None else parts.trip)
         if trip is not None:
             yield from self._stopped(trip, error)
-        outcome: Outcome = yield self._step(partial(self._conclude, trip))
+        outcome = yield from self._conclude(trip)
         if self.checkpointed:
             yield from self.thread.leave(self.graph_run.run.guard, outcome, self.slot)
         run = self.graph_run.run
@@ -245,9 +223,6 @@ class Session:
         return (
             yield both(graph.bulk_update_state, graph.abulk_update_state, self.address, updates)
         )
-
-    def _step(self, action: Callable[[], Any]) -> Step:
-        return Step(action, lambda: self.graph_run.run.in_thread(action))
 
     # Before
 
@@ -400,12 +375,13 @@ class Session:
         values = self._values_of(state)
         messages = messages_of(values, self.key)
         # Without any, or where the caller does not ask for them, what the model was sent is known.
-        seen = messages or graph_run.conversation
-        answer = yield from answer_of_the_last_model(graph_run, trip, seen)
-        whole, self._closing = closing_of(graph_run, trip, messages, answer)
-        self._messages = whole
+        graph_run.stop(trip)
+        seen = messages or graph_run.last_request
+        ending = yield from graph_run.close(seen, question_to(graph_run))
+        whole = ending.history
+        self._closing = ending.new
         if not messages:
-            self._messages, _ = closing_of(graph_run, trip, seen, answer)
+            whole = self._closing = [ending.message]
         self._values = self._shown(self._view.of_state(values), whole, trip)
         graph_run.tell(trip)
         if state is not None and self.key is not None and not is_workflow:
@@ -434,21 +410,21 @@ class Session:
         return {**ended, "stop_reason": str(trip.reason)}
 
     def _seen(self) -> Sequence[BaseMessage]:
-        return messages_of(self._view.latest, self.key) or self.graph_run.conversation
+        return messages_of(self._view.latest, self.key) or self.graph_run.last_request
 
-    def _conclude(self, trip: Trip | None) -> Outcome:
+    def _conclude(self, trip: Trip | None) -> Flow[Outcome]:
         """End the run: checkpoint, record, outcome."""
         graph_run = self.graph_run
+        messages = self._seen()
+        waits = trip is None and graph_run.waits
         if trip is None:
-            self._messages, self._values = self._seen(), self._view.latest
-        if trip is None and graph_run.waits:
-            outcome = pause(graph_run, self._messages)
-        else:
-            trip = trip or limit_of(graph_run, self._messages)
-            outcome = conclude(graph_run, self._messages, trip)
+            self._values = self._view.latest
+            if not waits:
+                ended_by_a_limit(graph_run, messages)
+        outcome = yield from graph_run.ended(messages, trip, waits=waits)
         remember(self._values, self.key or self.terms.messages_key, outcome)
         if self._told is not None:
-            self._told.is_on_messages = bool(self._messages) and self.key is not None
+            self._told.is_on_messages = bool(outcome.messages) and self.key is not None
             self._told.take(outcome)
         return outcome
 
@@ -456,7 +432,6 @@ class Session:
         """End a run that an exception or a cancellation left."""
         graph_run = self.graph_run
         graph_run.leave(error)
-        ends = pause if is_drained(error) else fail
-        yield self._step(lambda: ends(graph_run, self._seen(), error))
+        yield from graph_run.ended(self._seen(), error=error, waits=is_drained(error))
         if is_drained(error):
             yield from self.thread.keep(graph_run.run.guard, self.slot)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import reduce
 from typing import Any, Final, TypeGuard, cast
 
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, token_usage
+from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, reported_cost, token_usage
 
 _BOUNDS: Final = (
     "max_completion_tokens",
@@ -62,6 +63,19 @@ def totals_in(reported: Sequence[Mapping[str, Any]]) -> TokenUsage | None:
     later = answered[1:]
     is_one_sided = answered[0] == 0 and not any(prompts[1:]) and len(set(later)) == len(later) > 1
     return reduce(merge_usage, parts) if is_total or is_one_sided else None
+
+
+def figures_of(
+    response: LLMResult, answer: BaseMessage | None, reported: Sequence[Mapping[str, Any]]
+) -> tuple[TokenUsage | None, Decimal | None]:
+    """Return what a call has used, and what its provider says that it cost."""
+    if answer is None:
+        return token_usage(response), reported_cost(response)
+    # LangChain's own record first: nearly all answers have one, and nothing else is looked at.
+    own: Any = getattr(answer, "usage_metadata", None)
+    used = totals_in(reported) or token_usage(own) or token_usage(answer)
+    cost = reported_cost(own)
+    return used, reported_cost(answer.response_metadata) if cost is None else cost
 
 
 def answer_of(response: LLMResult) -> BaseMessage | None:

@@ -32,7 +32,7 @@ from budgetguard_core.kit import (
     run_blocking,
 )
 from budgetguard_langgraph._ambient import FoundCallback, agents
-from budgetguard_langgraph._endings import answer_of_the_last_model, closing_of
+from budgetguard_langgraph._endings import question_to
 from budgetguard_langgraph._messages import is_synthetic
 from budgetguard_langgraph._run import GraphRun, owner_of
 from budgetguard_langgraph._seams import configuration, middleware_of
@@ -165,12 +165,11 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
             raise stop
         told: Any = request.system_message
         system = () if told is None else (told,)
-        answer = yield from answer_of_the_last_model(
-            mine, stop.trip, messages, model=request.model, system=system
-        )
-        _, new = closing_of(mine, stop.trip, messages, answer)
+        mine.stop(stop.trip)
+        ending = yield from mine.close(messages, question_to(mine, request.model, system))
+        mine.ending = None  # that of this agent, which may be one of several in its run
         update: dict[str, Any] = {"jump_to": "end", "stop_reason": str(stop.trip.reason)}
-        response = ModelResponse[Any](result=new)
+        response = ModelResponse[Any](result=ending.new)
         return ExtendedModelResponse(model_response=response, command=Command(update=update))
 
     def _interrupted(self, request: Any, stop: BudgetExceeded | GraphInterrupt) -> ToolMessage:
