@@ -42,7 +42,6 @@ from budgetguard_langgraph._usage import (
     answer_of,
     calls_of,
     figures_of,
-    is_mapping,
     model_of,
     own_bound,
     request_of,
@@ -61,13 +60,12 @@ def start_model_call(
     parent_run_id: RunId | None,
     prompts: Any,
     asked: Asked,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+    batch_size: int,
 ) -> Flow[Trip | None]:
     """Ask for a model call and begin it; return why the run has to end instead."""
     prompt: Any = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
-    given = facts.get("invocation_params")
-    parameters = given if is_mapping(given) else _NOTHING
-    metadata: Mapping[str, Any] = facts.get("metadata") or _NOTHING
+    metadata, parameters = metadata or _NOTHING, asked.parameters
     model, provider, bound = request_of(metadata, parameters)
     words = None if asked.settings is None else words_of(asked.model)
     can_not_be_bound = asked.settings is not None and words is None
@@ -97,7 +95,7 @@ def start_model_call(
     with _apart(graph_run, run_id, parent_run_id):
         turn = yield from ask_model(graph_run.run, branch.prompt, request)
     if isinstance(turn, Stop):
-        if facts.get("batch_size", 1) > 1:
+        if batch_size > 1:
             _take_back_siblings(graph_run)
         graph_run.next_step = f"call the model {model or ''}".strip()
         return turn.trip
@@ -212,9 +210,10 @@ def fail_model_call(record: Stretch, error: BaseException) -> None:
 def start_tool_call(
     graph_run: GraphRun,
     run_id: RunId,
-    serialized: Mapping[str, Any] | None,
-    given: str,
-    facts: Mapping[str, Any],
+    name: str,
+    arguments: Any,
+    id_: str | None,
+    metadata: Mapping[str, Any],
 ) -> Flow[Exception | Trip | None]:
     """Ask for a tool call, together with the others of its batch, and begin its body.
 
@@ -222,13 +221,10 @@ def start_tool_call(
         None where it may begin; what its node turns into an error result; or, where nothing answers
         a refused call, why the run has to end.
     """
-    name, inputs = str((serialized or {}).get("name", "")), facts.get("inputs")
-    id_ = facts.get("tool_call_id")
-    metadata: Mapping[str, Any] = facts.get("metadata") or {}
     handoff = HANDOFF in metadata or name in graph_run.handoffs
     call = ToolCall(
         name=name,
-        arguments=_plain(given if inputs is None else inputs, id_),
+        arguments=_plain(arguments, id_),
         id=id_,
         kind="handoff" if handoff else "function",
     )

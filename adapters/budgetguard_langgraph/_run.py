@@ -175,6 +175,7 @@ class GraphRun(Session):
         self._graphs: OrderedDict[str, Branch] = OrderedDict()
         self.main = Whole(run, self._graphs)
         self.resumed = answered
+        self.is_saved = run.is_saved
         self.opener = opener
         self.root = root
         self.outer = outer
@@ -389,11 +390,12 @@ class GraphRun(Session):
         Raises:
             Fenced: The run was resumed elsewhere.
         """
-        if self.run.is_saved:
-            try:
-                self.run.save()
-            except RunFencedError as error:
-                raise Fenced(str(error)) from error
+        if not self.is_saved:
+            return
+        try:
+            self.run.save()
+        except RunFencedError as error:
+            raise Fenced(str(error)) from error
 
     def settle_interrupted(self) -> None:
         """Report the tools whose task was cancelled: nothing of them runs any more."""
@@ -418,14 +420,19 @@ def released(run_id: RunId) -> Stretch | None:
 
 
 def owner_of(
-    run_id: RunId | None, parent_run_id: RunId | None, frame: Frame | None
+    record: Stretch | None, parent_run_id: RunId | None, frame: Frame | None
 ) -> GraphRun | None:
-    """Return the innermost run that a call in a frame belongs to, as far as it is known."""
-    record = record_of(run_id) or record_of(parent_run_id)
+    """Return the innermost run that a call in a frame belongs to, as far as it is known.
+
+    Args:
+        record: What is known of the call, or of the chain around it.
+        parent_run_id: The chain around it.
+        frame: The frame of its code.
+    """
     if record is None and OWNERS:
         record = record_of(surrounding_run_id())
     known = None if record is None else record.graph_run
-    around = _run_of(frame)
+    around = frame.graph_run if type(frame) is Stretch else _run_of(frame)
     if known is None and around is None and parent_run_id is not None:
         known = _outlived()
     if known is None or (around is not None and around is not known and around.is_below(known)):

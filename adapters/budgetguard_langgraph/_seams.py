@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from inspect import signature, unwrap
@@ -24,7 +24,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import part, run_awaited, run_blocking
+from budgetguard_core.kit import Flow, part, run_awaited, run_blocking
 
 
 def _found(module: str, path: str) -> Any:
@@ -102,6 +102,7 @@ def is_drained(error: BaseException | None) -> bool:
     return _DRAINED is not None and isinstance(error, _DRAINED)
 
 
+_NOTHING: Final[Mapping[str, Any]] = {}
 _DEEPEST: Final = 150
 _NEAREST: Final = 20
 _MANAGER: Final = 7
@@ -211,24 +212,27 @@ class Asked(NamedTuple):
     prompts start together there are no messages.
     """
 
+    parameters: Mapping[str, Any]
     model: Any = None
     settings: dict[str, Any] | None = None
     messages: list[Any] | None = None
 
 
-def request_around() -> Asked:
-    """Return the request whose start hook is running."""
+def request_around(parameters: Any) -> Asked:
+    """Return the request whose start hook is running, with what the hook is told of it."""
+    told: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else _NOTHING
     frame = _frame_of(_CALLS, "kwargs", _NEAREST)
     if frame is None:
-        return Asked()
+        return Asked(told)
     values: Any = frame.f_locals
-    settings, messages = values.get("kwargs"), values.get("messages")
-    if messages.__class__ is list and messages and messages[0].__class__ is list:
+    settings, messages = values["kwargs"], values.get("messages")
+    if type(messages) is list and messages and type(messages[0]) is list:
         messages = messages[0] if len(messages) == 1 else None
     return Asked(
+        told,
         values.get("self"),
-        settings if settings.__class__ is dict else None,
-        messages if messages.__class__ is list else None,
+        settings if type(settings) is dict else None,
+        messages if type(messages) is list else None,
     )
 
 
@@ -268,7 +272,7 @@ class WaitingHook:
     awaited one raises in synchronous code. So what it gets to see depends on who asks.
     """
 
-    def __init__(self, flow: str) -> None:
+    def __init__(self, flow: Callable[..., Flow[None] | None]) -> None:
         self._flow = flow
 
     def __get__(self, handler: object, owner: type) -> Any:
@@ -276,13 +280,13 @@ class WaitingHook:
         return MethodType(self._awaited if asks == _AWAITS else self._blocking, handler)
 
     def _blocking(self, handler: object, *given: Any, **facts: Any) -> None:
-        flow = getattr(handler, self._flow)(*given, **facts)
+        flow = self._flow(handler, *given, **facts)
         if flow is not None:  # else there is nothing to wait for
             run_blocking(flow)
 
     async def _awaited(self, handler: object, *given: Any, **facts: Any) -> None:
         try:
-            flow = getattr(handler, self._flow)(*given, **facts)
+            flow = self._flow(handler, *given, **facts)
             if flow is not None:
                 await run_awaited(flow)
         except BaseException:
@@ -291,9 +295,6 @@ class WaitingHook:
 
 
 # Configurations
-
-
-_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 def _around() -> Mapping[str, Any]:

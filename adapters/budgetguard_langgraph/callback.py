@@ -37,7 +37,6 @@ from budgetguard_langgraph._run import (
     released,
 )
 from budgetguard_langgraph._seams import (
-    Asked,
     WaitingHook,
     configuration,
     graph_call,
@@ -109,13 +108,6 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Chains and graphs: observed only. Raising here loses answers that are paid for.
 
-    on_chain_start: Any = WaitingHook("_start_chain")
-    on_chain_end: Any = WaitingHook("_end_chain")
-    on_chain_error: Any = WaitingHook("_fail_chain")
-    on_chat_model_start: Any = WaitingHook("_start_model_call")
-    on_llm_start: Any = on_chat_model_start
-    on_tool_start: Any = WaitingHook("_start_tool_call")
-
     def _start_chain(
         self,
         serialized: dict[str, Any] | None,
@@ -132,15 +124,18 @@ class BudgetCallback(BaseCallbackHandler):
         if self.ends_elsewhere and opened is not None and opened.root is None:
             opened.root, opened.graph_call = run_id, graph_call()  # the first is the graph itself
         frame = current()
-        owner = owner_of(run_id, parent_run_id, frame)
-        mine = None if owner is None else owner.opened_by(self)
+        known = record_of(run_id)
+        owner = owner_of(known or record_of(parent_run_id), parent_run_id, frame)
+        mine = owner
+        if owner is not None and owner.opener is not self:
+            mine = owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
             return self._begin(run_id, inputs, owner, metadata, tags, parent_run_id)
         if owner is None:
             return None
         if mine is owner and is_step(tags):
             self._start_step(owner, parent_run_id, metadata)
-        if mine is not owner and record_of(run_id) is not None:
+        if mine is not owner and known is not None:
             return None
         is_inside = type(frame) is Stretch and frame.graph_run is owner and frame.call is None
         around = None if frame is None else frame.call
@@ -189,7 +184,7 @@ class BudgetCallback(BaseCallbackHandler):
         if record is None:
             return None
         owner = record.graph_run
-        if owner.opened_by(self) is None:
+        if owner.opener is not self and owner.opened_by(self) is None:
             return None
         released(run_id)
         record.leave()
@@ -216,23 +211,39 @@ class BudgetCallback(BaseCallbackHandler):
         if trip is not None:
             raise _endings.stop(mine, trip, prompt)
 
+    on_chain_start: Any = WaitingHook(_start_chain)
+    on_chain_end: Any = WaitingHook(_end_chain)
+    on_chain_error: Any = WaitingHook(_fail_chain)
+
     # Models
 
     def _start_model_call(
-        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
+        self,
+        serialized: Any,
+        prompts: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
+        invocation_params: Any = None,
+        batch_size: int = 1,
+        **_: Any,
     ) -> Flow[None] | None:
         """Admit a model call, or stop the run."""
-        above = facts.get("parent_run_id")
-        mine = self._counting(run_id, above)
+        mine = self._counting(run_id, parent_run_id)
         if mine is None:
             return None
-        return self._ask_model(mine, prompts, request_around(), run_id, above, facts)
+        asked = request_around(invocation_params)
+        return self._ask_model(mine, run_id, parent_run_id, prompts, asked, metadata, batch_size)
 
     def _ask_model(
-        self, mine: GraphRun, prompts: Any, asked: Asked, run_id: RunId, above: Any, facts: Any
+        self, mine: GraphRun, run_id: RunId, parent: RunId | None, prompts: Any, *facts: Any
     ) -> Flow[None]:
-        trip = yield from _calls.start_model_call(mine, run_id, above, prompts, asked, facts)
+        trip = yield from _calls.start_model_call(mine, run_id, parent, prompts, *facts)
         self._stop(mine, trip, prompts[0] if prompts else ())
+
+    on_chat_model_start: Any = WaitingHook(_start_model_call)
+    on_llm_start: Any = on_chat_model_start
 
     def on_llm_new_token(
         self, token: str | list[str | dict[str, Any]], *, chunk: Any = None, run_id: UUID, **_: Any
@@ -258,21 +269,31 @@ class BudgetCallback(BaseCallbackHandler):
     # Tools
 
     def _start_tool_call(
-        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
+        self,
+        serialized: Any,
+        given: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
+        inputs: Any = None,
+        tool_call_id: str | None = None,
+        **_: Any,
     ) -> Flow[None] | None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, facts.get("parent_run_id"))
+        mine = self._counting(run_id, parent_run_id)
         if mine is None:
             return None
-        return self._ask_tool(mine, run_id, serialized, given, facts)
+        name, given = str((serialized or {}).get("name", "")), given if inputs is None else inputs
+        return self._ask_tool(mine, run_id, name, given, tool_call_id, metadata or {})
 
-    def _ask_tool(
-        self, mine: GraphRun, run_id: RunId, serialized: Any, given: str, facts: Any
-    ) -> Flow[None]:
-        refused = yield from _calls.start_tool_call(mine, run_id, serialized, given, facts)
+    def _ask_tool(self, mine: GraphRun, *facts: Any) -> Flow[None]:
+        refused = yield from _calls.start_tool_call(mine, *facts)
         if isinstance(refused, Exception):
             raise refused
         self._stop(mine, refused)
+
+    on_tool_start: Any = WaitingHook(_start_tool_call)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
@@ -351,17 +372,20 @@ class BudgetCallback(BaseCallbackHandler):
     def _counting(self, run_id: RunId, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
         frame = current()
-        owner = owner_of(run_id, parent_run_id, frame)
-        mine = None if owner is None else owner.opened_by(self)
+        known = record_of(run_id)
+        owner = owner_of(known or record_of(parent_run_id), parent_run_id, frame)
+        mine = owner
+        if owner is not None and owner.opener is not self:
+            mine = owner.opened_by(self)
         if mine is None:
             if self._stands_back(owner):
                 return None
             mine = self._run_in(owner)
         elif mine is not owner:
             return None
-        record = record_of(run_id)
-        is_known = record is not None and record.graph_run is mine  # given to it twice
-        return None if is_known or is_counted_below(mine, frame) else mine
+        is_known = known is not None and known.graph_run is mine  # it was given to it twice
+        is_below = type(frame) is not Stretch and is_counted_below(mine, frame)
+        return None if is_known or is_below else mine
 
     def _run_in(self, owner: GraphRun | None) -> GraphRun:
         """Return the run of a call that was given this callback by itself."""
