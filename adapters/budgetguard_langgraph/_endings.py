@@ -72,7 +72,7 @@ def end(
     if graph_run.waits and (error is None or is_drained(error)):
         outcome = yield from graph_run.ended(messages, error=error, waits=True)
         if graph_run.thread is not None:
-            yield from graph_run.thread.keep(graph_run.run.guard, graph_run.slot)
+            yield from graph_run.thread.keep(graph_run.run.guard)
         remember(outputs, messages_key, outcome)
         return None
     if error is not None and not isinstance(error, BudgetExceeded):

@@ -62,7 +62,7 @@ class Thread:
             LangGraph before 1.2 have it wait still.
     """
 
-    def __init__(self, graph: Any, configurable: Any) -> None:
+    def __init__(self, graph: Any, configurable: Any, outer: Any = None) -> None:
         self.waiting: list[Interrupt] = []
         self.was_stopped = False
         self._taken: str | None = None
@@ -81,6 +81,9 @@ class Thread:
         if checkpoint is not None and TASK not in configurable:
             self.config["configurable"]["checkpoint_id"] = checkpoint
         self.key = (str(thread_id), namespace)
+        # Runs that are one inside the other on the same thread are kept apart.
+        around = None if outer is None else outer.thread
+        self.slot: int = around.slot + 1 if around is not None and around.key == self.key else 0
 
     @property
     def asks_nobody(self) -> bool:
@@ -93,13 +96,7 @@ class Thread:
         if "checkpoint_id" in place and checkpoint is not None:
             place["checkpoint_id"] = checkpoint
 
-    def slot_in(self, outer: Any) -> int:
-        """Separate runs that are one inside the other on the same thread."""
-        if outer is None or outer.thread is None or outer.thread.key != self.key:
-            return 0
-        return int(outer.slot) + 1
-
-    def kept(self, slot: int) -> Flow[Snapshot | None]:
+    def kept(self) -> Flow[Snapshot | None]:
         """Return the counters of the run that waits here."""
         if self.saver is None:
             return None
@@ -108,23 +105,23 @@ class Thread:
             place: Any = self.config
             while place is not None:
                 chain.append((yield self._read(place)))
-                place = _before(chain[-1], slot)
-        return self._newest(chain, slot)
+                place = _before(chain[-1], self.slot)
+        return self._newest(chain)
 
-    def keep(self, guard: Guard, slot: int) -> Flow[None]:
+    def keep(self, guard: Guard) -> Flow[None]:
         """Leave the counters of a run at the checkpoint where it waits."""
         if self.saver is None:
             return
         try:
-            yield from self._add(_writes(guard, slot))
+            yield from self._add(_writes(guard, self.slot))
         except Exception as error:
             guard.tree.report("checkpoint", error)
 
-    def leave(self, guard: Guard, outcome: Outcome, slot: int) -> Flow[None]:
+    def leave(self, guard: Guard, outcome: Outcome) -> Flow[None]:
         """Leave how a run ended, without its messages, and its counters where it waits."""
         if outcome.status == "paused":
-            yield from self.keep(guard, slot)
-        if slot == 0 and outcome.status != "completed":
+            yield from self.keep(guard)
+        if self.slot == 0 and outcome.status != "completed":
             try:
                 yield from self._add(partial(_told, outcome))
             except Exception as error:
@@ -148,7 +145,7 @@ class Thread:
             to = saved.config, given, secrets.token_hex(16)
             yield both(self.saver.put_writes, self.saver.aput_writes, *to)
 
-    def _newest(self, chain: Sequence[Any], slot: int) -> Snapshot | None:
+    def _newest(self, chain: Sequence[Any]) -> Snapshot | None:
         listed = [list[Any](one.pending_writes or ()) for one in chain if one is not None]
         writes = listed[0] if listed else []
         self.waiting = pending(writes)
@@ -156,7 +153,7 @@ class Thread:
         self.was_stopped = any(is_budget_interrupt(one) for one in asked)
         left = [one for writes in listed for one in writes]
         over = {value for _, channel, value in left if channel == _OVER}
-        texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{slot}"]
+        texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{self.slot}"]
         found: list[Snapshot] = []
         for text in texts:
             try:

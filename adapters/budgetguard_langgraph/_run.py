@@ -153,8 +153,8 @@ class GraphRun(Session):
         ends_in_a_node: Its graph has a middleware, which writes the ending of a guard around it.
         waits: A person was asked, or the graph stopped at a breakpoint.
         open_before: The tool calls that were open when it began: those of a killed process.
-        graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
-            its counters lie while it waits.
+        graph_call: The call of the graph that it is, where it is one; `thread` is where its
+            counters lie while it waits.
         next_step: What was refused last.
         asked_model: The model of the last request, with its system messages. `model_name` is its
             name for the price.
@@ -187,7 +187,6 @@ class GraphRun(Session):
             self.calls.restore(self.open_before)
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
-        self.slot = 0
         self.inner: dict[int, GraphRun] = {}
         self.failed: OrderedDict[Any, None] = OrderedDict()
         self.handoffs: set[str] = set()

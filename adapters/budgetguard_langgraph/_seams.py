@@ -52,7 +52,6 @@ INTERRUPT: Final[str] = _found(_CONSTANTS, "INTERRUPT")
 CHECKPOINTER: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_CHECKPOINTER")
 _CALL: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_CALL")
 _CONFIG: Final[Any] = _found("langchain_core.runnables.config", "var_child_runnable_config")
-_DEFAULT_LIMIT: Final = int(_found("langgraph._internal._config", "DEFAULT_RECURSION_LIMIT"))
 _DEFAULT_HANDLER: Final = _found("langgraph.prebuilt.tool_node", "_default_handle_tool_errors")
 if TYPE_CHECKING:
     from langgraph.prebuilt.tool_node import ToolInvocationError
@@ -111,8 +110,6 @@ _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 _CALLS: Final = frozenset({"generate", "agenerate", "stream", "astream"})
 _APPROVES: Final = frozenset({"after_model"})
 _RUNNING: Final = frozenset({"_run_one", "_arun_one"})
-# `create_agent` binds it to every agent; it is nobody's choice.
-_BOUND_LIMIT: Final = 9_999
 
 
 @cache
@@ -335,20 +332,6 @@ def with_callback(callbacks: Any, added: Any) -> Any:
         callbacks.add_handler(added, inherit=True)
         return callbacks
     return [*callbacks, added]
-
-
-def recursion_limit(graph: Any, config: Any, needed: int | None) -> int | None:
-    """Return a limit that does not fire within the caps; None to leave it as it is.
-
-    One that the user set holds, wherever it was set.
-    """
-    given: Any = None if config is None else config.get("recursion_limit")
-    own: Any = None if graph.config is None else graph.config.get("recursion_limit")
-    if needed is None or given is not None:
-        return None
-    if own is not None and own not in (_BOUND_LIMIT, _DEFAULT_LIMIT):
-        return None
-    return needed if needed > (own or _DEFAULT_LIMIT) else None
 
 
 # Models and tools

@@ -10,22 +10,19 @@ from typing import Any, Final, cast
 from langchain_core.messages import BaseMessage
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
-from langgraph.types import Command, StateSnapshot, StateUpdate
+from langgraph.types import StateSnapshot, StateUpdate
 
 from budgetguard_core import Budget, BudgetExceeded, Outcome, Snapshot, StopReason, Trip
 from budgetguard_core.kit import (
     Chunk,
     Envelope,
     Flow,
-    Run,
     Scope,
     Step,
     entered,
     in_thread,
     load_to_resume,
-    take_answers,
 )
-from budgetguard_langgraph import _approvals
 from budgetguard_langgraph._closing import (
     FOLD,
     addressed,
@@ -45,15 +42,13 @@ from budgetguard_langgraph._seams import (
     TASK,
     configuration,
     is_drained,
-    recursion_limit,
     surrounding_callbacks,
-    thread_of,
     with_callback,
 )
 from budgetguard_langgraph._view import View
-from budgetguard_langgraph.callback import BudgetCallback
+from budgetguard_langgraph.callback import BudgetCallback, goes_on
 from budgetguard_langgraph.interrupts import BudgetInterrupt
-from budgetguard_langgraph.questions import asker, taken
+from budgetguard_langgraph.questions import taken
 
 RUN_ID: Final = "budgetguard_run_id"
 """The key in a checkpoint's metadata that leads to the guard's own checkpoint."""
@@ -73,12 +68,6 @@ class Attached(BudgetCallback):
     """The callback of what opens its run and writes its ending itself."""
 
     ends_elsewhere = True
-
-    def begin(self, run: Run, outer: GraphRun | None, *, answered: bool = False) -> GraphRun:
-        """Take a run that was opened for this call."""
-        _approvals.attach()
-        self._last = graph_run = GraphRun(run, self, None, outer, answered=answered)
-        return graph_run
 
 
 class Parts:
@@ -151,9 +140,8 @@ class Session:
         lasting = graph.checkpointer is True and CHECKPOINTER in around
         is_kept = (own and not self.nested) or lasting
         self.checkpointed = is_kept and around.get("thread_id") is not None
-        self.thread = Thread(graph, around)
         self._outer = run_around()
-        self.slot = self.thread.slot_in(self._outer)
+        self.thread = Thread(graph, around, self._outer)
         self.address: Any = self.thread.config
         if lasting:
             self.address["configurable"][CHECKPOINTER] = around[CHECKPOINTER]
@@ -170,8 +158,8 @@ class Session:
         state = kept = None
         if self.checkpointed:
             state = yield self._read()
-            if self._goes_on:
-                kept = yield from self.thread.kept(self.slot)
+            if goes_on(self._given):
+                kept = yield from self.thread.kept()
         has_left = self._begin(state, kept)
         # LangGraph's own limit ends a run normally only where one is enforced.
         limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
@@ -200,7 +188,7 @@ class Session:
             yield from self._stopped(trip, error)
         outcome = yield from self._conclude(trip)
         if self.checkpointed:
-            yield from self.thread.leave(self.graph_run.run.guard, outcome, self.slot)
+            yield from self.thread.leave(self.graph_run.run.guard, outcome)
         run = self.graph_run.run
         if trip is not None and self.graph_run.goes_through(trip):
             # So that nobody takes the partial result for an answer.
@@ -226,11 +214,6 @@ class Session:
 
     # Before
 
-    @property
-    def _goes_on(self) -> bool:
-        """True if the call goes on with what the thread was at."""
-        return self._given is None or isinstance(self._given, Command)
-
     def _begin(self, state: StateSnapshot | None, kept: Snapshot | None) -> bool:
         """Open the run and attach it.
 
@@ -245,34 +228,30 @@ class Session:
         if getattr(self._given, "resume", None) is not None and (stops or self.thread.was_stopped):
             self._given = addressed(self._given, questions)
         fresh, attempt, answered = False, None, kept is not None
-        if kept is None and self._goes_on and state is not None and state.next:
+        if kept is None and goes_on(self._given) and state is not None and state.next:
             kept, attempt = self._killed(state)
             fresh = kept is not None and (
                 stops or kept.trip is not None or kept.parent_run_id is not None
             )
         if kept is None and self.terms.earlier is not None:
             kept, fresh = Snapshot.of_outcome(self.terms.earlier), True
-        run = self.terms.envelope.open(
-            user_spoke=not self._goes_on,
+        self.graph_run = self._callback.open(
+            self._outer,
+            self._given,
+            self._asked,
+            self.thread,
+            answers,
             resume=kept,
             fresh=fresh,
-            config=self._asked,
-            given=self._given,
-            thread=thread_of(self._asked),
-            asks=asker(self.terms.envelope, self.thread),
+            answered=answered,
         )
-        take_answers(run, answers)
         if attempt is not None and kept is not None:
-            run.go_on_as(attempt, kept.run_id)
-        # Its first node may be one that asks no model, and hang.
-        run.guard.start()
-        self.graph_run = self._callback.begin(run, self._outer, answered=answered)
-        self.graph_run.thread, self.graph_run.slot = self.thread, self.slot
+            self.graph_run.run.go_on_as(attempt, kept.run_id)
         self._attach()
         if self._given is None and state is not None and not state.next:
             # Nothing is left to run: the thread still tells how it ended.
             self.checkpointed = False
-        if state is None or self._goes_on or not state.next or questions:
+        if state is None or goes_on(self._given) or not state.next or questions:
             return False
         return stops or has_open_calls(messages_of(state.values, self.key))
 
@@ -313,13 +292,6 @@ class Session:
         if self.terms.envelope.store is not None:
             marks = {RUN_ID: self.graph_run.run.guard.run_id}
             config["metadata"] = {**(config.get("metadata") or {}), **marks}
-        budget = self.graph_run.run.guard.budget
-        counts = [n for n in (budget.max_iterations, budget.max_model_calls) if n is not None]
-        # A number of super-steps that the caps end first, whatever the graph.
-        needed = (min(counts) + 2) * (len(self.graph.nodes) + 1) if counts else None
-        limit = recursion_limit(self.graph, config, needed)
-        if limit is not None:
-            config["recursion_limit"] = limit
         if self._is_to_outlive_a_kill and self._options.get("durability") is None:
             self._options["durability"] = "sync"
         for name in [name for name, value in self._options.items() if value is None]:
@@ -434,4 +406,4 @@ class Session:
         graph_run.leave(error)
         yield from graph_run.ended(self._seen(), error=error, waits=is_drained(error))
         if is_drained(error):
-            yield from self.thread.keep(graph_run.run.guard, self.slot)
+            yield from self.thread.keep(graph_run.run.guard)

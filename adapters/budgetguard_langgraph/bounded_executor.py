@@ -23,7 +23,7 @@ from budgetguard_core.kit import (
 )
 from budgetguard_langgraph._endings import with_own_outcome
 from budgetguard_langgraph._run import run_around
-from budgetguard_langgraph._seams import surrounding_callbacks, thread_of, with_callback
+from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
 from budgetguard_langgraph._session import Attached, Parts
 
 with required("langchain-classic", module="langchain_classic", extra="langchain"):
@@ -58,10 +58,8 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         self, given: dict[str, Any], config: Any, options: dict[str, Any], stream: Any
     ) -> Flow[dict[str, Any]]:
         callback = Attached(self._envelope)
-        run = self._envelope.open(
-            user_spoke=True, config=config, given=given, thread=thread_of(config)
-        )
-        mine = callback.begin(run, run_around())
+        mine = callback.open(run_around(), given, config)
+        run = mine.run
         around: dict[str, Any] = dict(config or {})
         callbacks = around.get("callbacks") or surrounding_callbacks()
         attached = {**around, "callbacks": with_callback(callbacks, callback)}

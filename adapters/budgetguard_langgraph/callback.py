@@ -5,14 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Unpack, cast
+from types import MappingProxyType
+from typing import Any, Unpack
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
+from budgetguard_core import (
+    AdapterError,
+    Budget,
+    BudgetExceeded,
+    Guard,
+    Outcome,
+    Snapshot,
+    Trip,
+)
 from budgetguard_core.kit import (
     FRAME,
     Envelope,
@@ -47,6 +56,11 @@ from budgetguard_langgraph._seams import (
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal
 from budgetguard_langgraph.questions import asker, taken
+
+
+def goes_on(given: Any) -> bool:
+    """Return whether a graph is to go on with what its thread is at."""
+    return given is None or isinstance(given, Command)
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -318,39 +332,56 @@ class BudgetCallback(BaseCallbackHandler):
         tags: list[str] | None,
         above: RunId | None,
     ) -> Flow[None]:
-        _approvals.attach()
         call = graph_call()
-        goes_on = given is None or isinstance(given, Command)
-        thread, kept, slot = None, None, 0
+        thread, kept, answers = None, None, {}
         # A chain's hooks are told the metadata of its configuration, and no more of it.
         config: Any = {"metadata": metadata or {}} if call is None else call.config
         if call is not None:
-            thread = Thread(call.graph, configuration(config))
-            slot = thread.slot_in(owner)
-            kept = (yield from thread.kept(slot)) if goes_on else None
-            answers = getattr(cast("object", given), "resume", None)
-            if answers is not None and thread.asks_nobody:
+            thread = Thread(call.graph, configuration(config), owner)
+            if goes_on(given):
+                kept = yield from thread.kept()
+                answers = taken(given, thread.waiting)[0]
+            if getattr(given, "resume", None) is not None and thread.asks_nobody:
                 raise AdapterError(ANSWERED)
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
-            run = self._open(
-                user_spoke=not goes_on,
-                resume=kept,
-                config=config,
-                given=given,
-                thread=thread_of(config),
-                asks=asker(self.envelope, thread),
-            )
-        if thread is not None and goes_on:
-            take_answers(run, taken(given, thread.waiting)[0])
-        run.guard.start()
-        mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
-        mine.thread, mine.slot, mine.graph_call = thread, slot, call
-        self._last = mine
+            mine = self.open(owner, given, config, thread, answers, resume=kept)
+        mine.root, mine.graph_call = run_id, call
         Stretch(mine, run_id)
         if is_step(tags):
             self._start_step(mine, above, metadata)
+
+    def open(
+        self,
+        outer: GraphRun | None,
+        given: Any,
+        config: Any,
+        thread: Thread | None = None,
+        answers: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        resume: Snapshot | None = None,
+        fresh: bool = False,
+        answered: bool = True,
+    ) -> GraphRun:
+        """Open the run of a graph or chain that is called."""
+        _approvals.attach()
+        run = self._open(
+            user_spoke=not goes_on(given),
+            resume=resume,
+            fresh=fresh,
+            config=config,
+            given=given,
+            thread=thread_of(config),
+            asks=asker(self.envelope, thread),
+        )
+        take_answers(run, answers)
+        # Its first node may be one that asks no model, and hang.
+        run.guard.start()
+        mine = GraphRun(run, self, None, outer, answered=answered and resume is not None)
+        mine.thread = thread
+        self._last = mine
+        return mine
 
     def _open(self, **facts: Any) -> Run:
         return self.envelope.open(**facts)
