@@ -7,8 +7,15 @@ from typing import Any, Final
 
 from langchain_core.messages import AIMessage, ToolMessage
 
-from budgetguard_core.kit import Call, OpenToolCall, Run, ToolCall, ToolCalls, close_history
-from budgetguard_core.kit.session import Conversation
+from budgetguard_core.kit import (
+    Call,
+    Conversation,
+    OpenToolCall,
+    Run,
+    ToolCall,
+    ToolCalls,
+    close_history,
+)
 from budgetguard_langgraph._messages import DIALECT
 
 _KINDS: Final = {

@@ -28,7 +28,19 @@ from budgetguard_core.kit import (
     entered,
     is_stop,
 )
-from budgetguard_langgraph._bounds import bind, words_of
+from budgetguard_langgraph._models import (
+    answer_of,
+    bind,
+    calls_of,
+    figures_of,
+    model_of,
+    own_bound,
+    request_of,
+    unusable_in,
+    was_cut,
+    words_of,
+    written,
+)
 from budgetguard_langgraph._run import (
     OWNERS,
     GraphRun,
@@ -38,17 +50,6 @@ from budgetguard_langgraph._run import (
     when_task_ends,
 )
 from budgetguard_langgraph._seams import HANDOFF, Asked, enclosing_tool_node, refusal
-from budgetguard_langgraph._usage import (
-    answer_of,
-    calls_of,
-    figures_of,
-    model_of,
-    own_bound,
-    request_of,
-    unusable_in,
-    was_cut,
-    written,
-)
 from budgetguard_langgraph.interrupts import is_stop_below
 
 _NOTHING: Final[Mapping[str, Any]] = {}

@@ -26,8 +26,8 @@ from budgetguard_core.kit import (
     token_usage,
 )
 from budgetguard_core.kit import remember as kept_with
-from budgetguard_langgraph._bounds import bind, words_of
 from budgetguard_langgraph._messages import DIALECT, ended, is_synthetic, messages_of, text_of
+from budgetguard_langgraph._models import bind, words_of
 from budgetguard_langgraph._run import GraphRun
 from budgetguard_langgraph._seams import TASK, configuration, is_drained
 from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop

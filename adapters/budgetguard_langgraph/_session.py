@@ -23,17 +23,18 @@ from budgetguard_core.kit import (
     in_thread,
     load_to_resume,
 )
-from budgetguard_langgraph._closing import (
+from budgetguard_langgraph._endings import Told, ended_by_a_limit, question_to, remember
+from budgetguard_langgraph._messages import (
     FOLD,
     addressed,
     answered,
     asked_in,
     conversation_key,
+    has_open_calls,
     holds_another,
+    messages_of,
     write,
 )
-from budgetguard_langgraph._endings import Told, ended_by_a_limit, question_to, remember
-from budgetguard_langgraph._messages import has_open_calls, messages_of
 from budgetguard_langgraph._pauses import Thread, both, called_with
 from budgetguard_langgraph._run import GraphRun, Stretch, run_around
 from budgetguard_langgraph._seams import (

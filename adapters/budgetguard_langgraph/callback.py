@@ -34,7 +34,7 @@ from budgetguard_core.kit import (
     envelope_of,
     take_answers,
 )
-from budgetguard_langgraph import _approvals, _calls, _endings
+from budgetguard_langgraph import _calls, _endings
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import (
     GraphRun,
@@ -55,7 +55,7 @@ from budgetguard_langgraph._seams import (
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal
-from budgetguard_langgraph.questions import asker, taken
+from budgetguard_langgraph.questions import asker, taken, watch_approvals
 
 
 def goes_on(given: Any) -> bool:
@@ -365,7 +365,7 @@ class BudgetCallback(BaseCallbackHandler):
         answered: bool = True,
     ) -> GraphRun:
         """Open the run of a graph or chain that is called."""
-        _approvals.attach()
+        watch_approvals()
         run = self._open(
             user_spoke=not goes_on(given),
             resume=resume,

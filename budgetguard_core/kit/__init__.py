@@ -80,7 +80,7 @@ from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.kit.require import required
 from budgetguard_core.kit.resume import Resume, named, opened, resumed
 from budgetguard_core.kit.run import Run
-from budgetguard_core.kit.session import LastQuestion, Session
+from budgetguard_core.kit.session import Conversation, LastQuestion, Session
 from budgetguard_core.kit.stops import is_stop
 from budgetguard_core.kit.tool_calls import ToolCalls
 from budgetguard_core.kit.usage import (
@@ -119,6 +119,7 @@ __all__ = [
     "CheckpointStore",
     "Chunk",
     "Clock",
+    "Conversation",
     "Envelope",
     "EnvelopeOptions",
     "Event",

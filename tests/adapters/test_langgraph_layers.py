@@ -615,9 +615,7 @@ def test_a_turn_without_a_guard_on_a_stopped_map_keeps_what_was_paid():
 
 
 @pytest.mark.parametrize("own", [{"checkpointer": True}, {}], ids=["its own", "none"])
-@pytest.mark.parametrize("edited", [False, True])
-def test_a_stopped_subgraph_goes_on_with_what_it_had_done(own, edited):
-    """Declared in the README: what changes the thread meanwhile keeps its own checkpointer's."""
+def test_a_stopped_subgraph_goes_on_with_what_it_had_done(own):
     script = asks(4)
     parent = StateGraph(MessagesState)
     parent.add_node("agent", agent(script, **own))
@@ -626,28 +624,18 @@ def test_a_stopped_subgraph_goes_on_with_what_it_had_done(own, edited):
     config = thread()
     bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
     assert graph.get_state(config).next == ()
-    if edited:
-        kept = graph.get_state(config).values["messages"]
-        change = {"messages": [kept[0].model_copy(update={"content": "Go on."})]}
-        graph.update_state(config, change, as_node="agent")
     result = resume(graph, config, Budget(max_model_calls=20))
-    if not own:
-        # Else what the subgraph kept of it is newer.
-        assert result["messages"][0].content == ("Go on." if edited else "Go.")
-    answers = 3 if edited and not own else 5
-    assert sum(isinstance(one, AIMessage) for one in result["messages"]) == answers
+    assert sum(isinstance(one, AIMessage) for one in result["messages"]) == 5
     assert script.calls == 5
     check_request(result["messages"])
 
 
-@pytest.mark.parametrize("edited", [False, True])
-def test_nodes_side_by_side_that_are_stopped_twice_are_paid_for_once(edited):
+def test_nodes_side_by_side_that_are_stopped_twice_are_paid_for_once():
     script = Script([says("x")])
     model = StrictChat(script=script)
 
     class State(MessagesState):
         done: Annotated[list[str], operator.add]
-        note: str
 
     def node(name):
         def work(state):
@@ -663,19 +651,14 @@ def test_nodes_side_by_side_that_are_stopped_twice_are_paid_for_once(edited):
     graph = graph.compile(checkpointer=InMemorySaver())
     config = thread()
     result = bounded(graph, Budget(max_model_calls=2)).invoke(user(), config)
-    assert len(result["done"]) == 2
-    if edited:
-        graph.update_state(config, {"note": "mine"}, as_node="a")
-    else:
+    for done in (2, 4):
+        assert (len(result["done"]), script.calls) == (done, done)
         result = resume(graph, config, Budget(max_model_calls=2))
-        assert (len(result["done"]), script.calls) == (4, 4)
-    result = resume(graph, config, Budget(max_model_calls=9))
     assert (sorted(result["done"]), script.calls) == (list("abcdef"), 6)
-    assert result.get("note") == ("mine" if edited else None)
 
 
 @pytest.mark.parametrize("edit", [{"done": ["mine"]}, {"messages": [AIMessage("mine")]}])
-def test_a_stopped_map_that_was_changed_is_not_resumed(edit):
+def test_a_stopped_thread_that_was_changed_is_not_resumed(edit):
     script = Script([says("x")])
     graph = graphs.map_reduce(script, 4, checkpointer=InMemorySaver())
     config = thread()

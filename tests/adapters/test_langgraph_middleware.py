@@ -358,7 +358,7 @@ async def test_a_thread_that_the_middleware_ended_is_resumed(order, cap, mode):
         result = await aresume(graph, config, Budget())
     assert outcome(result).status == "completed"
     assert result.get("stop_reason") is None
-    assert graph.get_state(config).values["stop_reason"] is None
+    assert graph.get_state(config).values.get("stop_reason") is None
     assert script.calls == 4
     assert graphs.BODIES == ["0", "1", "2"]
     assert [one.type for one in result["messages"]] == ["human", *["ai", "tool"] * 3, "ai"]
