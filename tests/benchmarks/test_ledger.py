@@ -171,7 +171,7 @@ def test_sqlite_statements_of_a_pair(tmp_path):
     store.close()
     # To reserve: BEGIN, a look at the notes, at the hold, at each of two windows,
     # both windows, the hold, the number, COMMIT. To settle: the same.
-    assert len(said) == 10 + 9, said
+    assert len(said) == 10 + 10, said
 
 
 def test_a_hot_row_of_postgres_beside_a_bare_one(tmp_path):
