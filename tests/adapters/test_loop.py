@@ -23,7 +23,13 @@ from budgetguard_core import (
     MemoryStore,
     StopReason,
 )
-from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, CheckpointError, TokenUsage, ToolCall
+from budgetguard_core.kit import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    CheckpointError,
+    TokenUsage,
+    ToolCall,
+)
 from budgetguard_core.testing import ManualClock, check_history
 from budgetguard_loop import (
     ModelReply,
