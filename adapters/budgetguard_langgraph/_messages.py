@@ -74,9 +74,9 @@ class Dialect:
         }
         return cast("AIMessage", onto.model_copy(update=changes))
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> BaseMessage:
-        """Write one message of the parts of several."""
-        given = [one for parts in messages for one in parts if one]
+    def words(self, role: str, parts: Sequence[Any]) -> BaseMessage:
+        """Write one message of these parts."""
+        given = [one for one in parts if one]
         content: Any = given
         if all(isinstance(one, str) for one in given):
             content = "\n\n".join(given)
