@@ -319,9 +319,10 @@ class Session:
         is_known = state is not None and bool(messages_of(state.values, key))
         if key is None or is_known or not isinstance(given, dict):
             return
-        new: Any = given.get(key) or ()
-        new = new if isinstance(new, list | tuple) else [new]
-        self._given = {**given, key: [*DIALECT.from_plain(earlier), *new]}
+        values = cast("dict[str, Any]", given)
+        new = values.get(key) or ()
+        listed: Sequence[Any] = new if isinstance(new, list | tuple) else [new]
+        self._given = {**values, key: [*DIALECT.from_plain(earlier), *listed]}
 
     def _close_what_was_left(self) -> Flow[None]:
         """Close what a stopped run left open on the thread."""
