@@ -320,8 +320,8 @@ class Session:
         if key is None or is_known or not isinstance(given, dict):
             return
         values = cast("dict[str, Any]", given)
-        new = values.get(key) or ()
-        listed: Sequence[Any] = new if isinstance(new, list | tuple) else [new]
+        new: Any = values.get(key) or ()
+        listed = new if isinstance(cast("object", new), list | tuple) else [new]
         self._given = {**values, key: [*DIALECT.from_plain(earlier), *listed]}
 
     def _close_what_was_left(self) -> Flow[None]:
