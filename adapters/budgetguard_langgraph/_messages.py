@@ -14,6 +14,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
     convert_to_messages,
+    messages_from_dict,
     messages_to_dict,
 )
 
@@ -89,6 +90,12 @@ class Dialect:
     def plain(self, messages: Sequence[BaseMessage]) -> list[Any]:
         """Write messages as plain data."""
         return messages_to_dict(messages)
+
+    def from_plain(self, messages: Sequence[Any]) -> list[BaseMessage]:
+        """Read what `plain` has written, and messages as they are."""
+        if all(isinstance(one, dict) and "data" in one for one in messages):
+            return messages_from_dict(messages)
+        return convert_to_messages(messages)
 
 
 DIALECT: Final = Dialect()
