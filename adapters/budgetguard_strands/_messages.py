@@ -27,7 +27,8 @@ class Dialect(kit.Converse):
 
     def result(self, call: kit.Call, text: Any) -> Message:
         """Write one result; that of a call that has ended is Strands' own."""
-        return text if isinstance(text, dict) else error_result(call.id, str(text))
+        own = cast("Message", text)
+        return own if isinstance(text, dict) else error_result(call.id, str(text))
 
     def read(self, message: Any) -> kit.Turn:
         """Read a message; what a model thought is signed for one request and in no other."""

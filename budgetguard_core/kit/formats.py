@@ -167,7 +167,7 @@ class Converse:
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""
-        said = [] if onto is None else onto["content"]
+        said: list[Any] = [] if onto is None else onto["content"]
         blocks: Any = [*said, {"text": text}]
         return SyntheticMessage(text, metadata, role="assistant", content=blocks)
 
