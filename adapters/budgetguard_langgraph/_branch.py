@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final
 
 from langchain_core.messages import AIMessage, ToolMessage
 
-from budgetguard_core.kit import (
-    Call,
-    Conversation,
+from budgetguard_core.kit import Prompt, (
     OpenToolCall,
     Run,
     ToolCall,
     ToolCalls,
-    close_history,
 )
-from budgetguard_langgraph._messages import DIALECT
 
 _KINDS: Final = {
     "Error: Failed to parse structured output": "invalid structured answer",
@@ -27,34 +23,17 @@ _KINDS: Final = {
 _KEPT: Final = 64
 
 
-class Whole(Conversation):
-    """The history of a run, whose open calls are those of its graphs, or waited for a person."""
-
-    def __init__(self, run: Run, graphs: Mapping[str, Conversation]) -> None:
-        super().__init__(run, DIALECT)
-        self._graphs = graphs
-
-    def close(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Close a history: each call gets its result, in the message that its tool made of it."""
-        self.calls.close()
-        return close_history(messages, DIALECT, self._answer)
-
-    def _answer(self, call: Call, number: int) -> Any:
-        for calls in (one.calls for one in self._graphs.values()):
-            if any((one.call.id, one.call.name) == (call.id, call.name) for one in calls):
-                return calls.answer(call, number)
-        return self.calls.answer(call, number)
-
-
-class Branch(Conversation):
+class Branch:
     """The prompts and tool calls of one graph in a run.
 
     The calls of one answer are admitted together, when the first of them starts: LangChain answers
     some of them without a body. Used under the lock of the run.
     """
 
-    def __init__(self, run: Run, main: Conversation, *, is_answered: bool) -> None:
-        super().__init__(run, DIALECT, main)
+    def __init__(self, run: Run, paused: ToolCalls, *, is_answered: bool) -> None:
+        self.prompt = Prompt()
+        self.calls = ToolCalls(run, paused)
+        self._run = run
         self._asked: list[list[ToolCall]] = []
         self._is_answered = is_answered
 

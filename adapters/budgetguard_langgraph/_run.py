@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 from uuid import UUID
@@ -21,15 +21,18 @@ from langgraph.errors import GraphBubbleUp
 from budgetguard_core import Outcome, RunFencedError, Trip
 from budgetguard_core.kit import (
     FRAME,
+    Call,
     Flow,
     Frame,
     ModelTurn,
     OpenToolCall,
     Run,
     Session,
+    ToolCalls,
+    close_history,
     current,
 )
-from budgetguard_langgraph._branch import Branch, Whole, are_due
+from budgetguard_langgraph._branch import Branch, are_due
 from budgetguard_langgraph._messages import DIALECT
 from budgetguard_langgraph._pauses import Thread, pending
 from budgetguard_langgraph._seams import GraphCall, is_drained, surrounding_run_id
@@ -143,7 +146,7 @@ class Fenced(RunFencedError, GraphBubbleUp, NotRetried):
 class GraphRun(Session):
     """One run of the kit, as LangChain's hooks tell of it.
 
-    Its main conversation has the calls that waited for a person; each graph in it has a branch.
+    Its own tool calls are those that waited for a person; each graph in it has a branch.
 
     Attributes:
         opener: The callback that opened it.
@@ -171,10 +174,9 @@ class GraphRun(Session):
         *,
         answered: bool = False,
     ) -> None:
-        super().__init__(run, DIALECT)
+        # A call of a process that died while it waited is made once more.
+        super().__init__(run, DIALECT, resumed=answered)
         self._graphs: OrderedDict[str, Branch] = OrderedDict()
-        self.main = Whole(run, self._graphs)
-        self.resumed = answered
         self.is_saved = run.is_saved
         self.opener = opener
         self.root = root
@@ -182,9 +184,6 @@ class GraphRun(Session):
         self.lock = threading.RLock()
         self.stretches: set[Stretch] = set()
         self.open_before = run.guard.open_tool_calls()
-        if answered:
-            # A call of a process that died while it waited is made once more.
-            self.calls.restore(self.open_before)
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
         self.inner: dict[int, GraphRun] = {}
@@ -263,7 +262,7 @@ class GraphRun(Session):
         if trip is None:
             return None
         with self.lock:
-            return None if any(are_due(one.calls) for one in self._conversations()) else trip
+            return None if any(are_due(calls) for calls in self._all_calls()) else trip
 
     @property
     def last_request(self) -> list[BaseMessage]:
@@ -277,15 +276,14 @@ class GraphRun(Session):
             found = self._graphs.get(namespace)
             if found is None:
                 found = self._graphs[namespace] = Branch(
-                    self.run, self.main, is_answered=self.resumed
+                    self.run, self.calls, is_answered=self.resumed
                 )
                 if len(self._graphs) > _KEPT:
                     self._graphs.popitem(last=False)
         return found
 
-    def _conversations(self) -> Iterator[Any]:
-        yield self.main
-        yield from list(self._graphs.values())
+    def _all_calls(self) -> list[ToolCalls]:
+        return [*(one.calls for one in list(self._graphs.values())), self.calls]
 
     def has_failed(self, place: Any) -> None:
         """Note that a call failed here: the next one at this place is another attempt."""
@@ -348,8 +346,8 @@ class GraphRun(Session):
 
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""
-        for branch in self._conversations():
-            branch.calls.close()
+        for calls in self._all_calls():
+            calls.close()
         self.forget_model_calls(error or asyncio.CancelledError())
         for one in list(self.stretches):
             OWNERS.pop(one.key, None)
@@ -358,6 +356,15 @@ class GraphRun(Session):
         for inner in self.inner.values():
             inner.leave(error)
         self.inner.clear()
+
+    def _closed(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return close_history(messages, self.dialect, self._answer)
+
+    def _answer(self, call: Call, number: int) -> Any:
+        for calls in self._all_calls():
+            if any((one.call.id, one.call.name) == (call.id, call.name) for one in calls):
+                return calls.answer(call, number)
+        return self.calls.answer(call, number)
 
     def ended(
         self,

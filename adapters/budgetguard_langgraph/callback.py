@@ -284,7 +284,7 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _start_tool_call(
         self,
-        serialized: Any,
+        serialized: dict[str, Any] | None,
         given: str,
         *,
         run_id: UUID,
@@ -298,8 +298,9 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._counting(run_id, parent_run_id)
         if mine is None:
             return None
-        name, given = str((serialized or {}).get("name", "")), given if inputs is None else inputs
-        return self._ask_tool(mine, run_id, name, given, tool_call_id, metadata or {})
+        name: str = (serialized or {}).get("name") or ""
+        told = given if inputs is None else inputs
+        return self._ask_tool(mine, run_id, name, told, tool_call_id, metadata or {})
 
     def _ask_tool(self, mine: GraphRun, *facts: Any) -> Flow[None]:
         refused = yield from _calls.start_tool_call(mine, *facts)

@@ -1,14 +1,13 @@
 """The dialects of providers' message formats, for every adapter whose framework speaks one.
 
-`CHAT`: chat completions. `CONVERSE`: Bedrock's Converse, and Strands. `ANTHROPIC`: its messages.
-`GEMINI`: its contents. `RESPONSES`: the items of OpenAI's Responses, put together by `grouped`.
+`CHAT`: chat completions. `Converse`: Bedrock's, and Strands'. `RESPONSES`: the items of OpenAI's
+Responses, put together by `grouped`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from budgetguard_core.decision import NOT_EXECUTED, OUTCOME_UNKNOWN
@@ -112,12 +111,11 @@ class Chat:
         said = "" if onto is None else message_text(onto)
         return SyntheticMessage(f"{said}\n\n{text}" if said else text, metadata)
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Message:
-        """Write one message of the parts of several."""
-        given = [one for parts in messages for one in parts]
-        if all(isinstance(one, str) for one in given):
-            return {"role": role, "content": "\n\n".join(given)}
-        blocks = [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    def words(self, role: str, parts: Sequence[Any]) -> Message:
+        """Write one message of these parts."""
+        if all(isinstance(one, str) for one in parts):
+            return {"role": role, "content": "\n\n".join(parts)}
+        blocks = [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
         return {"role": role, "content": blocks}
 
     def plain(self, messages: Sequence[Message]) -> list[Message]:
@@ -128,74 +126,62 @@ class Chat:
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The dialect of a format whose messages are lists of blocks, results among the user's.
+def _turn(role: Role, items: Iterable[Any], synthetic: bool) -> Turn:
+    """Return a turn of what was read of its items: calls, results (id and text), other content."""
+    parts: list[Any] = []
+    calls: list[Call] = []
+    results: list[tuple[str, str]] = []
+    for item in items:
+        kind: list[Any] = parts
+        if isinstance(item, Call):
+            kind = calls
+        elif isinstance(item, tuple):
+            kind = results
+        kind.append(item)
+    return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic)
 
-    Attributes:
-        key: The name of the list in a message.
-        assistant: The name of the assistant's role.
-        read_block: Reads a block: a `Call`, the id and text of a result, a text, or the block.
-        write_text: Writes a text.
-        write_result: Writes a result.
-    """
 
-    key: str
-    assistant: str
-    read_block: Callable[[Message], Any]
-    write_text: Callable[[str], Message]
-    write_result: Callable[[Call, Any], Message]
+class Converse:
+    """The dialect of Bedrock's Converse: a list of blocks, with results among the user's."""
 
     def read(self, message: Message) -> Turn:
         """Read a message."""
-        parts: list[Any] = []
-        calls: list[Call] = []
-        results: list[tuple[str, str]] = []
-        for block in self._blocks(message):
-            read = self.read_block(block)
-            kind: list[Any] = parts
-            if isinstance(read, Call):
-                kind = calls
-            elif isinstance(read, tuple):
-                kind = results
-            kind.append(read)
-        role = message.get("role")
-        name: Any = "assistant" if role == self.assistant else role
+        role: Any = message.get("role")
         synthetic = isinstance(message, SyntheticMessage)
-        return Turn(name, tuple(parts), tuple(calls), tuple(results), synthetic)
+        return _turn(role, map(_read_block, message.get("content") or ()), synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results: all of a batch are one message."""
-        made = [self.write_result(call, text) for call, text in results]
+        made = [{"toolResult": self.result(call, text)} for call, text in results]
         if onto is None:
-            return [{"role": "user", self.key: made}]
+            return [{"role": "user", "content": made}]
         # Some providers want results before all else.
-        there = self._blocks(onto)
-        count = sum(isinstance(self.read_block(one), tuple) for one in there)
-        return [{**onto, self.key: [*there[:count], *made, *there[count:]]}]
+        there = onto["content"]
+        count = sum("toolResult" in one for one in there)
+        return [{**onto, "content": [*there[:count], *made, *there[count:]]}]
+
+    def result(self, call: Call, text: Any) -> Message:
+        """Write one result."""
+        status = "error" if text in (NOT_EXECUTED, OUTCOME_UNKNOWN) else "success"
+        return {"toolUseId": call.id, "status": status, "content": [{"text": str(text)}]}
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""
-        said = [] if onto is None else self._blocks(onto)
-        message = {"role": self.assistant, self.key: [*said, self.write_text(text)]}
-        return SyntheticMessage(text, metadata, **message)
+        said: list[Any] = [] if onto is None else onto["content"]
+        blocks: Any = [*said, {"text": text}]
+        return SyntheticMessage(text, metadata, role="assistant", content=blocks)
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Message:
-        """Write one message of the parts of several."""
-        given = [one for parts in messages for one in parts]
-        blocks = [self.write_text(one) if isinstance(one, str) else one for one in given]
-        return {"role": self.assistant if role == "assistant" else role, self.key: blocks}
+    def words(self, role: str, parts: Sequence[Any]) -> Message:
+        """Write one message of these parts."""
+        blocks = [{"text": one} if isinstance(one, str) else one for one in parts]
+        return {"role": role, "content": blocks}
 
     def plain(self, messages: Sequence[Message]) -> list[Message]:
         """Write messages as plain data."""
         return to_plain(messages)
 
-    def _blocks(self, message: Message) -> list[Message]:
-        blocks: Any = message.get(self.key) or []
-        return [self.write_text(blocks)] if isinstance(blocks, str) else list(blocks)
 
-
-def _converse(block: Message) -> Any:
+def _read_block(block: Message) -> Any:
     if "toolUse" in block:
         return read_call(block)
     result = block.get("toolResult")
@@ -208,61 +194,14 @@ def _converse(block: Message) -> Any:
     return str(result.get("toolUseId")), content_text(content)
 
 
-def _converse_result(call: Call, text: Any) -> Message:
-    status = "error" if text in (NOT_EXECUTED, OUTCOME_UNKNOWN) else "success"
-    content = [{"text": str(text)}]
-    return {"toolResult": {"toolUseId": call.id, "status": status, "content": content}}
-
-
-def _anthropic(block: Message) -> Any:
-    kind = block.get("type")
-    if kind == "tool_use":
-        return read_call(block)
-    if kind == "tool_result":
-        return str(block.get("tool_use_id")), content_text(block.get("content"))
-    return block.get("text", block) if kind == "text" else block
-
-
-def _gemini(block: Message) -> Any:
-    call = block.get("function_call")
-    if call is not None:
-        # Gemini gives no ids to most calls: their results are found by the name.
-        return Call(
-            str(call.get("id") or call.get("name")), str(call.get("name")), call.get("args")
-        )
-    result = block.get("function_response")
-    if result is not None:
-        told: dict[str, Any] = result.get("response") or {}
-        text: Any = next(iter(told.values())) if len(told) == 1 else told
-        return str(result.get("id") or result.get("name")), str(text)
-    return block["text"] if "text" in block and not block.get("thought") else block
-
-
-def _gemini_result(call: Call, text: Any) -> Message:
-    own = {} if call.id == call.name else {"id": call.id}
-    return {"function_response": {**own, "name": call.name, "response": {"output": str(text)}}}
-
-
 class Responses:
     """The dialect of OpenAI's Responses: what it reads are items that `grouped` put together."""
 
     def read(self, message: Items) -> Turn:
         """Read the items of one message."""
-        parts: list[Any] = []
-        calls: list[Call] = []
-        results: list[tuple[str, str]] = []
-        for item in message:
-            kind = item.get("type", "message")
-            if kind in _CALLS:
-                calls.append(read_call(item))
-            elif kind in _RESULTS:
-                results.append((str(item.get("call_id")), content_text(item.get("output"))))
-            elif kind == "message":
-                blocks = _listed(item.get("content") or ())
-                parts += [one if isinstance(one, str) else one.get("text", one) for one in blocks]
         synthetic = any(isinstance(item, SyntheticMessage) for item in message)
         role = _speaker(message[0]) if message else "user"
-        return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic)
+        return _turn(role, (one for item in message for one in _read_item(item)), synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Items | None) -> list[Items]:
         """Write tool results: items that stand together."""
@@ -275,11 +214,10 @@ class Responses:
         item: Message = {"type": "message", "role": "assistant", "content": blocks}
         return [*(onto or ()), SyntheticMessage(text, metadata, **item)]
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Items:
-        """Write one message of the parts of several."""
+    def words(self, role: str, parts: Sequence[Any]) -> Items:
+        """Write one message of these parts."""
         kind = "output_text" if role == "assistant" else "input_text"
-        given = [one for parts in messages for one in parts]
-        blocks = [{"type": kind, "text": one} if isinstance(one, str) else one for one in given]
+        blocks = [{"type": kind, "text": one} if isinstance(one, str) else one for one in parts]
         return [{"type": "message", "role": role, "content": blocks}]
 
     def plain(self, messages: Sequence[Items]) -> list[Items]:
@@ -289,6 +227,16 @@ class Responses:
 
 _CALLS: Final = frozenset({"function_call", "custom_tool_call"})
 _RESULTS: Final = frozenset({"function_call_output", "custom_tool_call_output"})
+
+
+def _read_item(item: Message) -> Iterable[Any]:
+    kind = item.get("type", "message")
+    if kind in _CALLS:
+        return [read_call(item)]
+    if kind in _RESULTS:
+        return [(str(item.get("call_id")), content_text(item.get("output")))]
+    blocks = _listed(item.get("content") or ()) if kind == "message" else ()
+    return (one if isinstance(one, str) else one.get("text", one) for one in blocks)
 
 
 def _output(call: Call, text: Any) -> Message:
@@ -316,21 +264,5 @@ def grouped(items: Iterable[Message]) -> list[Items]:
 
 CHAT: Final = Chat()
 """The dialect of chat completions, without state."""
-CONVERSE: Final = Blocks(
-    "content",
-    "assistant",
-    _converse,
-    lambda text: {"text": text},
-    _converse_result,
-)
-"""The dialect of Bedrock's Converse, and of Strands."""
-ANTHROPIC: Final = Blocks(
-    "content",
-    "assistant",
-    _anthropic,
-    lambda text: {"type": "text", "text": text},
-    lambda call, text: {"type": "tool_result", "tool_use_id": call.id, "content": str(text)},
-)
-GEMINI: Final = Blocks("parts", "model", _gemini, lambda text: {"text": text}, _gemini_result)
 RESPONSES: Final = Responses()
 """The dialect of OpenAI's Responses, whose items `grouped` puts together."""
