@@ -7,12 +7,7 @@ from typing import Any, Final
 
 from langchain_core.messages import AIMessage, ToolMessage
 
-from budgetguard_core.kit import Prompt, (
-    OpenToolCall,
-    Run,
-    ToolCall,
-    ToolCalls,
-)
+from budgetguard_core.kit import OpenToolCall, Prompt, Run, ToolCall, ToolCalls
 
 _KINDS: Final = {
     "Error: Failed to parse structured output": "invalid structured answer",
