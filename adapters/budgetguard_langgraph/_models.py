@@ -247,11 +247,6 @@ _KNOWN: dict[type, _Words | None] = {}
 _TOLD: set[str] = set()
 
 
-def can_be_bound(model: Any) -> bool:
-    """Return whether a bound can be given to a model with a call."""
-    return words_of(model) is not None
-
-
 def bind(
     model: Any,
     settings: dict[str, Any],

@@ -149,8 +149,7 @@ class GraphRun(Session):
     Its own tool calls are those that waited for a person; each graph in it has a branch.
 
     Attributes:
-        opener: The callback that opened it.
-        outer: The run around it, where that is one of this adapter too.
+        opener: The callback that opened it; `outer` is the run of this adapter around it.
         root: The id of the chain that it began with; None for calls outside of any chain.
         stretches: What goes on of it, as hooks tell.
         ends_in_a_node: Its graph has a middleware, which writes the ending of a guard around it.

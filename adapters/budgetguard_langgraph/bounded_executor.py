@@ -24,7 +24,8 @@ from budgetguard_core.kit import (
 from budgetguard_langgraph._endings import with_own_outcome
 from budgetguard_langgraph._run import run_around
 from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
-from budgetguard_langgraph._session import Attached, Parts
+from budgetguard_langgraph._view import Parts
+from budgetguard_langgraph.callback import BudgetCallback
 
 with required("langchain-classic", module="langchain_classic", extra="langchain"):
     from langchain_classic import agents
@@ -57,7 +58,8 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
     def _run(
         self, given: dict[str, Any], config: Any, options: dict[str, Any], stream: Any
     ) -> Flow[dict[str, Any]]:
-        callback = Attached(self._envelope)
+        callback = BudgetCallback(self._envelope)
+        callback.ends_elsewhere = True
         mine = callback.open(run_around(), given, config)
         run = mine.run
         around: dict[str, Any] = dict(config or {})

@@ -89,7 +89,7 @@ class BudgetCallback(BaseCallbackHandler):
     run_inline = True
 
     ends_elsewhere = False
-    """Whether somebody else writes the ending of this callback's runs."""
+    """Whether its one run was opened and is ended by somebody else."""
     ends_in_a_node = False
     """Whether a node of the graph itself writes it, which has to start for that."""
 
