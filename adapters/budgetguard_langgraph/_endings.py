@@ -69,24 +69,19 @@ def end(
 ) -> Flow[BudgetExceeded | None]:
     """End a run whose graph or chain is over; return what its caller gets instead of a result."""
     messages = messages_of(outputs, messages_key) or graph_run.last_request
-    if graph_run.waits and (error is None or is_drained(error)):
-        outcome = yield from graph_run.ended(messages, error=error, waits=True)
-        if graph_run.thread is not None:
-            yield from graph_run.thread.keep(graph_run.run.guard)
-        remember(outputs, messages_key, outcome)
-        return None
-    if error is not None and not isinstance(error, BudgetExceeded):
+    waits = graph_run.waits and (error is None or is_drained(error))
+    if not waits and error is not None and not isinstance(error, BudgetExceeded):
         yield from graph_run.ended(messages, error=error)
         return None
-    trip = graph_run.trip or graph_run.stopped_inside
+    trip = None if waits else graph_run.trip or graph_run.stopped_inside
     if trip is not None:
         graph_run.stop(trip)
         yield from graph_run.close(messages)
-    elif error is None:
+    elif error is None and not waits:
         ended_by_a_limit(graph_run, messages)
-    outcome = yield from graph_run.ended(messages)
+    outcome = yield from graph_run.ended(messages, error=error if waits else None, waits=waits)
     if graph_run.thread is not None:
-        yield from graph_run.thread.forget(outcome)
+        yield from graph_run.thread.leave(graph_run.run.guard, outcome)
     if isinstance(error, BudgetExceeded):
         error.outcome = outcome if trip is not None else error.outcome or outcome
         return None

@@ -583,6 +583,6 @@ class Session:
         """End a run that an exception or a cancellation left."""
         graph_run = self.graph_run
         graph_run.leave(error)
-        yield from graph_run.ended(self._seen(), error=error, waits=is_drained(error))
-        if is_drained(error):
-            yield from self.thread.keep(graph_run.run.guard)
+        outcome = yield from graph_run.ended(self._seen(), error=error, waits=is_drained(error))
+        if outcome.status == "paused":
+            yield from self.thread.leave(graph_run.run.guard, outcome)
