@@ -162,7 +162,9 @@ class Thread:
 
 def _before(saved: Any, slot: int) -> Any:
     """Return where else counters may lie: what changes a thread leaves them where it waited."""
-    metadata: Any = {} if saved is None else saved.metadata or {}
+    if saved is None:
+        return None
+    metadata: Any = saved.metadata or {}
     if metadata.get("source") != "update":
         return None
     writes: Iterable[Any] = saved.pending_writes or ()
