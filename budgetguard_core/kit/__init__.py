@@ -52,8 +52,10 @@ from budgetguard_core.kit.flow import (
     run_streamed,
 )
 from budgetguard_core.kit.formats import (
+    ANTHROPIC,
     CHAT,
     CONVERSE,
+    GEMINI,
     RESPONSES,
     Blocks,
     Message,
@@ -66,7 +68,15 @@ from budgetguard_core.kit.formats import (
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch, final_text, in_words, open_calls
+from budgetguard_core.kit.history import (
+    Call,
+    Dialect,
+    Turn,
+    close_batch,
+    final_text,
+    in_words,
+    open_calls,
+)
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.history import end as end_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
@@ -99,9 +109,11 @@ from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 __all__ = [
     "ANSWER_NOW",
+    "ANTHROPIC",
     "CHAT",
     "CONVERSE",
     "FRAME",
+    "GEMINI",
     "NOT_AVAILABLE",
     "NOT_EXECUTED",
     "NOWHERE",
@@ -119,6 +131,7 @@ __all__ = [
     "CheckpointStore",
     "Chunk",
     "Clock",
+    "Dialect",
     "Envelope",
     "EnvelopeOptions",
     "Event",

@@ -88,16 +88,18 @@ class Chat:
 
     def read(self, message: Message) -> Turn:
         """Read a message."""
-        role, text = message.get("role"), message_text(message)
+        role, content = message.get("role"), message.get("content")
         if role == "tool":
-            return Turn("tool", results=((str(message.get("tool_call_id")), text),))
+            id_ = message.get("tool_call_id") or message.get("tool_name")  # Ollama's
+            return Turn("tool", (), (), ((str(id_), content_text(content)),), False, (message,))
         asked = message.get("tool_calls") if role == "assistant" else None
-        content = message.get("content")
-        parts = [] if content is None else _listed(content)
-        texts = (part(one, "text") if part(one, "type") == "text" else one for one in parts)
-        calls = tuple(read_call(one) for one in asked or ())
+        parts: Sequence[Any] = (content,)
+        if not isinstance(content, str):
+            parts = () if content is None else _listed(content)
+            parts = [part(one, "text") if part(one, "type") == "text" else one for one in parts]
+        calls = tuple(read_call(one) for one in asked) if asked else ()
         synthetic = isinstance(message, SyntheticMessage)
-        return Turn(cast("Any", role), tuple(texts), calls, synthetic=synthetic)
+        return Turn(cast("Any", role), tuple(parts), calls, synthetic=synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results, each a message of its own."""
@@ -151,18 +153,22 @@ class Blocks:
         parts: list[Any] = []
         calls: list[Call] = []
         results: list[tuple[str, str]] = []
+        raw: list[Message] = []
+        role: Any = message.get("role") or "user"
         for block in self._blocks(message):
             read = self.read_block(block)
-            kind: list[Any] = parts
             if isinstance(read, Call):
-                kind = calls
-            elif isinstance(read, tuple):
-                kind = results
-            kind.append(read)
-        role = message.get("role")
+                calls.append(read)
+            elif not isinstance(read, tuple):
+                parts.append(read)
+            elif role == self.assistant:
+                parts.append(block)  # of a tool that the provider has run
+            else:
+                results.append(cast("tuple[str, str]", read))
+                raw.append(block)
         name: Any = "assistant" if role == self.assistant else role
         synthetic = isinstance(message, SyntheticMessage)
-        return Turn(name, tuple(parts), tuple(calls), tuple(results), synthetic)
+        return Turn(name, tuple(parts), tuple(calls), tuple(results), synthetic, tuple(raw))
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results: all of a batch are one message."""
@@ -197,7 +203,7 @@ class Blocks:
 
 def _converse(block: Message) -> Any:
     if "toolUse" in block:
-        return read_call(block)
+        return block if block["toolUse"].get("type") == "server_tool_use" else read_call(block)
     result = block.get("toolResult")
     if result is None:
         return block.get("text", block)
@@ -224,13 +230,13 @@ def _anthropic(block: Message) -> Any:
 
 
 def _gemini(block: Message) -> Any:
-    call = block.get("function_call")
+    call = block.get("function_call") or block.get("functionCall")
     if call is not None:
         # Gemini gives no ids to most calls: their results are found by the name.
         return Call(
             str(call.get("id") or call.get("name")), str(call.get("name")), call.get("args")
         )
-    result = block.get("function_response")
+    result = block.get("function_response") or block.get("functionResponse")
     if result is not None:
         told: dict[str, Any] = result.get("response") or {}
         text: Any = next(iter(told.values())) if len(told) == 1 else told
@@ -246,23 +252,30 @@ def _gemini_result(call: Call, text: Any) -> Message:
 class Responses:
     """The dialect of OpenAI's Responses: what it reads are items that `grouped` put together."""
 
-    def read(self, message: Items) -> Turn:
-        """Read the items of one message."""
+    def read(self, message: Items | Message) -> Turn:
+        """Read the items of one message, or one item alone."""
+        message = [message] if isinstance(message, dict) else message
         parts: list[Any] = []
         calls: list[Call] = []
         results: list[tuple[str, str]] = []
+        raw: list[Message] = []
         for item in message:
             kind = item.get("type", "message")
             if kind in _CALLS:
-                calls.append(read_call(item))
+                # A shell in the provider's container is none of the client's.
+                if part(item.get("environment"), "type") != "container_reference":
+                    call = read_call(item)
+                    own = item.get("action") or item.get("operation")
+                    calls.append(call if call.name else Call(call.id, kind[: -len("_call")], own))
             elif kind in _RESULTS:
                 results.append((str(item.get("call_id")), content_text(item.get("output"))))
+                raw.append(item)
             elif kind == "message":
                 blocks = _listed(item.get("content") or ())
                 parts += [one if isinstance(one, str) else one.get("text", one) for one in blocks]
         synthetic = any(isinstance(item, SyntheticMessage) for item in message)
         role = _speaker(message[0]) if message else "user"
-        return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic)
+        return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic, tuple(raw))
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Items | None) -> list[Items]:
         """Write tool results: items that stand together."""
@@ -287,8 +300,11 @@ class Responses:
         return [to_plain(items) for items in messages]
 
 
-_CALLS: Final = frozenset({"function_call", "custom_tool_call"})
-_RESULTS: Final = frozenset({"function_call_output", "custom_tool_call_output"})
+_CALLS: Final = frozenset(
+    f"{name}_call"
+    for name in ("apply_patch", "computer", "custom_tool", "function", "local_shell", "shell")
+)
+_RESULTS: Final = frozenset(f"{name}_output" for name in _CALLS)
 
 
 def _output(call: Call, text: Any) -> Message:
