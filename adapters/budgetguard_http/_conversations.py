@@ -225,20 +225,13 @@ class Traffic:
         head: bytes,
     ) -> Conversation | None:
         follows, ids = protocol.follows(body), {one.id for one in results}
-        latest_first = [*reversed(self._kept)]
-        by_answer = (
-            one for one in latest_first if follows is not None and one.answer_id == follows
-        )
-        by_reply = (
-            one
-            for one in latest_first
-            if one.head == head and _has_reply(protocol, turns[one.length :], one.marks)
-        )
+        latest = [*reversed(self._kept)]
+        by_answer = (one for one in (latest if follows else ()) if one.answer_id == follows)
+        by_head = (one for one in latest if one.head == head)
+        by_reply = (one for one in by_head if _has_reply(protocol, turns[one.length :], one.marks))
         # Its client has cut the history, or the provider keeps it.
         by_results = (
-            one
-            for one in latest_first
-            if ids and ids <= {name for call in one.pending for name in _names(call)}
+            one for one in (latest if ids else ()) if ids <= {*chain(*map(_names, one.pending))}
         )
         found = next(chain(by_answer, by_reply, by_results), None)
         if found is not None:
