@@ -24,7 +24,7 @@ from budgetguard_core.kit import (
     TokenUsage,
     Turn,
 )
-from budgetguard_http.protocols.fields import Body, items
+from budgetguard_http.protocols.fields import Body
 from budgetguard_http.protocols.protocol import ApiProtocol, Reader, Result
 
 _MOST_KEPT: Final = 256
@@ -189,10 +189,10 @@ class Traffic:
         for conversation in kept:
             # The client has got tool calls, and never answered.
             self._give_up(conversation)
-        messages, final = [] if latest is None else [*latest.turns], latest and latest.final
+        messages: list[Any] = [] if latest is None else [*latest.turns]
+        final = None if latest is None else latest.final
         if latest is not None and final is not None:
-            last = latest.protocol.dialect.words("assistant", [[final]])
-            messages += items(last) or [last]
+            messages.append(latest.protocol.answer_turn(final))
         trip = self._run.stopped_by or self.trip
         return {"messages": messages, "final": final, "trip": trip}
 

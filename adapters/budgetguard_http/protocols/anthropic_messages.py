@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from budgetguard_core.kit import ANTHROPIC, merge_usage, token_usage
+from budgetguard_core.kit import merge_usage, token_usage
 from budgetguard_http.protocols.fields import Body, at, record, records, text_or_none
 from budgetguard_http.protocols.protocol import (
     MARK,
@@ -87,7 +87,7 @@ class AnthropicMessages(OfBlocks):
         forced_tool="tool_choice.name",
         follows="thread.id thread",
     )
-    dialect = ANTHROPIC
+    block = {"type": "text"}  # noqa: RUF012
     model_in_path = re.compile(r"/models?/([^/:]+)")
     reader_type = MessagesReader
     stream_paths = ("streamRawPredict", "response-stream")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from budgetguard_core.kit import CONVERSE, token_usage
+from budgetguard_core.kit import token_usage
 from budgetguard_http.protocols.fields import Body, at, record, records
 from budgetguard_http.protocols.protocol import BlockReader, Event, OfBlocks, Paths
 
@@ -64,15 +64,13 @@ class BedrockConverse(OfBlocks):
         tool_choice="toolConfig.toolChoice",
         forced_tool="toolConfig.toolChoice.tool.name",
     )
-    dialect = CONVERSE
     model_in_path = re.compile(r"/model/(.+)/converse(-stream)?$")
     reader_type = ConverseReader
     stream_paths = ("/converse-stream",)
 
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return an answer; its type has to have a usage, which is zero, and takes no mark."""
-        message = self.dialect.words("assistant", [[text]])
-        made = {"output": {"message": message}, "stopReason": "end_turn"}
+        made = {"output": {"message": self.answer_turn(text)}, "stopReason": "end_turn"}
         return {**made, "usage": dict(_NO_USAGE), "metrics": {"latencyMs": 0}}
 
     def synthetic_stream(self, body: Body, model: str, text: str, mark: Body) -> list[Event]:

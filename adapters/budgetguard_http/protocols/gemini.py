@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from budgetguard_core.kit import GEMINI, merge_usage, token_usage
+from budgetguard_core.kit import merge_usage, token_usage
 from budgetguard_http.protocols.fields import Body, at, record, records, text_or_none
 from budgetguard_http.protocols.protocol import (
     SYNTHETIC_ID,
@@ -58,15 +58,14 @@ class Gemini(OfBlocks):
         tool_choice=_CALLING,
         forced_tool=f"{_CALLING}.allowedFunctionNames",
     )
-    dialect = GEMINI
+    blocks_of = ("model", "parts")
     model_in_path = re.compile(r"/models/([^/:]+):")
     reader_type = GeminiReader
     stream_paths = (":streamGenerateContent",)
 
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return an answer whose usage is zero; the SDK's types take no field of ours."""
-        content = self.dialect.words("assistant", [[text]])
-        candidate = {"content": content, "finishReason": "STOP", "index": 0}
+        candidate = {"content": self.answer_turn(text), "finishReason": "STOP", "index": 0}
         return {
             "candidates": repeated(candidate, self.choices(body)),
             "usageMetadata": dict(_NO_USAGE),

@@ -6,7 +6,16 @@ import re
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
-from budgetguard_core.kit import CHAT, Dialect, TokenUsage, ToolCall, Turn, merge_usage, token_usage
+from budgetguard_core.kit import (
+    CHAT,
+    Converse,
+    Dialect,
+    TokenUsage,
+    ToolCall,
+    Turn,
+    merge_usage,
+    token_usage,
+)
 from budgetguard_http.protocols.fields import Body, at, count_or_none, items, record, text_or_none
 
 Event: TypeAlias = tuple[str, Any]
@@ -264,6 +273,11 @@ class ApiProtocol:
         """Return the id of the answer after which the provider keeps the conversation."""
         return text_or_none(at(body, self.paths.follows))
 
+    def answer_turn(self, text: str) -> Any:
+        """Return an answer as a turn of the conversation."""
+        written = self.dialect.words("assistant", [text])
+        return written[0] if items(written) else written
+
     def add_nudge(self, body: Body, text: str) -> None:
         """Put a corrective message into the last tool result; else it is a message of its own."""
         turns = body[self.paths.messages] = self.turns(body)
@@ -311,19 +325,30 @@ class ApiProtocol:
 class OfBlocks(ApiProtocol):
     """A protocol whose messages are lists of blocks, with the results among the user's."""
 
+    dialect = Converse()
+    block: ClassVar[Body] = {}
+    """What a block of text has beside its text."""
+    blocks_of: ClassVar[tuple[str, str]] = ("assistant", "content")
+    """The role of the model, and the name of a message's blocks."""
+
+    def answer_turn(self, text: str) -> Any:
+        """Return an answer as a turn of the conversation."""
+        role, name = self.blocks_of
+        return {"role": role, name: [{**self.block, "text": text}]}
+
     def add_nudge(self, body: Body, text: str) -> None:
         """Put a corrective message at the end of the last message, which is the user's.
 
         In Converse it is at the end of the last result: not every model takes a text beside those.
         """
-        turns, block = self.turns(body), self.dialect.words("user", [[text]])
+        turns, name = self.turns(body), self.blocks_of[1]
         last = record(turns[-1] if turns else None)
-        for key in ("content", "parts"):
-            blocks = items(last.get(key))
-            if isinstance(last.get(key), str):
-                last[key] += f"\n\n{text}"
-            elif blocks:
-                (items(at(blocks[-1], "toolResult.content")) or blocks).extend(block[key])
+        blocks = items(last.get(name))
+        if blocks:
+            place = items(at(blocks[-1], "toolResult.content")) or blocks
+            place.append({**self.block, "text": text})
+        else:
+            last[name] = f"{last.get(name) or ''}\n\n{text}"
 
 
 def usage_in(body: Body) -> TokenUsage | None:
