@@ -1,4 +1,4 @@
-"""What a model is asked for and what it answered, in the words of LangChain's packages."""
+"""The request of a model and its answer, in the words of LangChain's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person is asked: for more budget (`on_trip="ask"`), and about the calls that may run."""
+"""Questions to a person: for more budget (`on_trip="ask"`), and about the calls that may run."""
 
 from __future__ import annotations
 
