@@ -36,6 +36,7 @@ from conformance.budgetguard_langgraph_driver import ScriptedChat
 from langgraph_graphs import (
     StrictChat,
     asks,
+    bounded_agent,
     check_request,
     search,
     sticky,
@@ -437,11 +438,8 @@ def test_a_quota_that_a_hosted_tool_has_passed_stops_the_next_model_call(
     """The call that passes a quota has run when it is reported: no model is called after it."""
     script = Script(lambda n: calls(Call("search", str(n))) if n < 5 else says("Done."))
     guard = Guard(Budget(tool_quotas=quotas))
-    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
-    model = Hosted(script=script, blocks=BLOCKS[provider])
-    graph = create_agent(model, [search], middleware=middleware)
-    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
-    (bounded(graph, guard) if way == "bounded" else graph).invoke(user(), config)
+    graph, config = bounded_agent(way, guard, Hosted(script=script, blocks=BLOCKS[provider]))
+    graph.invoke(user(), config)
     assert script.calls == models
     assert guard.tool_counts["web_search"] == hosted
     assert guard.tool_counts["search"] == len(graphs.BODIES) == own
@@ -459,10 +457,8 @@ def test_equal_ids_in_a_batch_and_across_turns_are_calls_of_their_own(way):
     same = [Call("search", str(n), "same") for n in range(3)]
     script = Script(lambda n: calls(*same) if n < 2 else says("Done."))
     guard = Guard(Budget(max_tool_calls=5, loop_detection=None))
-    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
-    graph = create_agent(ScriptedChat(script=script), [search], middleware=middleware)
-    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
-    (bounded(graph, guard) if way == "bounded" else graph).invoke(user(), config)
+    graph, config = bounded_agent(way, guard, ScriptedChat(script=script))
+    graph.invoke(user(), config)
     assert len(graphs.BODIES) == guard.usage.tool_calls == 5
     check_request(guard.outcome.messages)
 
@@ -787,15 +783,8 @@ def test_a_run_that_fails_has_an_outcome():
     script = Script(lambda n: Reply(error=ProviderError("500")) if n else calls("search"))
     for way in ("bounded", "callback", "middleware"):
         script.calls = 0
-        option = {"on_outcome": outcomes.append}
-        budget = Budget(max_iterations=9)
-        middleware = [BudgetMiddleware(budget, **option)] if way == "middleware" else []
-        graph = agent(script, middleware=middleware)
-        config = {}
-        if way == "callback":
-            config = {"callbacks": [BudgetCallback(budget, **option)]}
-        if way == "bounded":
-            graph = bounded(graph, budget, **option)
+        budget, option = Budget(max_iterations=9), {"on_outcome": outcomes.append}
+        graph, config = bounded_agent(way, budget, StrictChat(script=script), options=option)
         with pytest.raises(ProviderError) as raised:
             graph.invoke(user(), config)
         assert outcomes[-1].status == "failed"
