@@ -43,7 +43,6 @@ from budgetguard_langgraph._run import (
     is_counted_below,
     owner_of,
     record_of,
-    released,
 )
 from budgetguard_langgraph._seams import (
     WaitingHook,
@@ -200,7 +199,6 @@ class BudgetCallback(BaseCallbackHandler):
         owner = record.graph_run
         if owner.opener is not self and owner.opened_by(self) is None:
             return None
-        released(run_id)
         record.leave()
         # The first callback that hears of it ends all runs that are this call.
         return self._end(run_id, owner, outputs, error) if record.run_id is owner.root else None
