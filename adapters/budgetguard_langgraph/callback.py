@@ -89,6 +89,8 @@ class BudgetCallback(BaseCallbackHandler):
 
     ends_elsewhere = False
     """Whether its one run was opened and is ended by somebody else."""
+    is_found = False
+    """Whether LangChain finds it by where the code is, as nobody passes it on."""
     ends_in_a_node = False
     """Whether a node of the graph itself writes it, which has to start for that."""
 
@@ -214,7 +216,8 @@ class BudgetCallback(BaseCallbackHandler):
             if not opener.ends_elsewhere:
                 ended = yield from _endings.end(mine, outputs, error, opener.messages_key)
                 stop = ended or stop
-            opener.let_go()
+            if opener.is_found:
+                opener._last = None  # it lives as long as its agent or guard
             mine = mine.outer
         if stop is not None:
             raise stop
@@ -385,12 +388,12 @@ class BudgetCallback(BaseCallbackHandler):
     def _open(self, **facts: Any) -> Run:
         return self.envelope.open(**facts)
 
-    def let_go(self) -> None:
-        """Forget a run that is over, where nobody asks for it: it is kept for `outcome`."""
-
     def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Return whether this callback leaves the runs that it sees to others."""
-        return False
+        """Return whether what is opened inside is left to others: it is a part of the guard."""
+        guard = self.envelope.budget
+        if owner is None or not self.is_found or not isinstance(guard, Guard):
+            return False
+        return any(guard in one.lineage for one in owner.run.guards)
 
     def _own_loose_run(self) -> GraphRun:
         """Return the run of models and tools that are called on their own."""

@@ -667,27 +667,9 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
         AgentMiddleware,
         HumanInTheLoopMiddleware,
         ModelCallLimitMiddleware,
+        ModelRetryMiddleware,
     )
     from langchain.agents.structured_output import ToolStrategy
-
-    class Retrying(AgentMiddleware):
-        """As `ModelRetryMiddleware`, which LangChain has since 1.1."""
-
-        def wrap_model_call(self, request, handler):
-            for _ in range(scenario.retries):
-                try:
-                    return handler(request)
-                except ProviderError:
-                    continue
-            return handler(request)
-
-        async def awrap_model_call(self, request, handler):
-            for _ in range(scenario.retries):
-                try:
-                    return await handler(request)
-                except ProviderError:
-                    continue
-            return await handler(request)
 
     class Swallowing(AgentMiddleware):
         def wrap_model_call(self, request, handler):
@@ -715,7 +697,14 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
     if scenario.swallowing and top:
         outer.append(Swallowing())
     if scenario.retries:
-        outer.append(Retrying())
+        retries = ModelRetryMiddleware(
+            max_retries=scenario.retries,
+            retry_on=(ProviderError,),
+            on_failure="error",
+            initial_delay=0,
+            jitter=False,
+        )
+        outer.append(retries)
     if scenario.own_limit is not None and top:
         limit = ModelCallLimitMiddleware(run_limit=scenario.own_limit, exit_behavior="end")
         outer.append(limit)
