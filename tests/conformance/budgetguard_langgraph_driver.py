@@ -43,8 +43,6 @@ from conformance.outcomes import ended_with
 
 FAILED = "The model failed."
 REFUSED = "The person said no."
-# LangGraph's own limit was 25 super-steps up to 1.0; only `bounded` can raise it.
-HIGH = {"recursion_limit": 1000}
 
 
 def options_of(scenario):
@@ -590,7 +588,7 @@ class CallbackDriver(LangGraphDriver):
             for _ in range(2 if scenario.twice else 1)
         ]
         scenario.shared["callback"] = callbacks[0]
-        return graph, {**config, **HIGH, "callbacks": callbacks}
+        return graph, {**config, "callbacks": callbacks}
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
@@ -799,8 +797,8 @@ class MiddlewareDriver(LangGraphDriver):
 
     def attach(self, scenario, graph, config):
         if scenario.twice:
-            return graph, {**config, **HIGH, "callbacks": [BudgetCallback(scenario.guard)]}
-        return graph, {**config, **HIGH}
+            return graph, {**config, "callbacks": [BudgetCallback(scenario.guard)]}
+        return graph, config
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
