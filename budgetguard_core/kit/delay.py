@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from budgetguard_core.breakers import refusal
+from budgetguard_core.breakers.refusal import refusal
 from budgetguard_core.decision import NOT_EXECUTED
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.stop import StopReason, Trip

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core.breakers import Bulkhead, BulkheadConfig
+from budgetguard_core.breakers import BulkheadConfig
+from budgetguard_core.breakers.bulkhead import Bulkhead
 
 SECOND = 1_000_000_000
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)

@@ -9,12 +9,7 @@ import threading
 import pytest
 
 from budgetguard_core import Budget, ConfigurationError, Guard, StopReason
-from budgetguard_core.breakers import (
-    BreakerRegistry,
-    BulkheadConfig,
-    RateLimit,
-    VelocityLimits,
-)
+from budgetguard_core.breakers import BreakerRegistry, BulkheadConfig, RateLimit, VelocityLimits
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.kit import NOT_EXECUTED, Envelope, ModelCall, OpenModelCall, Stop, ToolCall
 from budgetguard_core.kit.delay import wait, wait_async
