@@ -117,7 +117,7 @@ def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[]
         seconds = max(seconds, (held.start_ns - now) / 1e9)
         place = held.queued
         if place is not None:
-            place.on_granted(wake)
+            place.wake = wake
             if place.granted:
                 continue
             if now >= place.wait_until_ns and isinstance(call, OpenToolCall):
