@@ -108,11 +108,6 @@ def test_a_single_new_tool_is_rare_and_a_run_of_new_tools_is_unusual():
     )
 
 
-def test_with_one_kind_of_tool_there_is_nothing_to_compare():
-    alarm = ToolMixAlarm(ToolMix(baseline=ToolMixBaseline(runs=1, tools={"search": 100})))
-    assert not any(alarm.observe("search") for _ in range(100))
-
-
 def test_names_without_end_take_no_memory():
     alarm = ToolMixAlarm(ToolMix(baseline=BASELINE))
     for number in range(10_000):
