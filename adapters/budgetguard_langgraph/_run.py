@@ -433,10 +433,7 @@ def owner_of(
 ) -> GraphRun | None:
     """Return the innermost run that a call in a frame belongs to, as far as it is known.
 
-    Args:
-        record: What is known of the call, or of the chain around it.
-        parent_run_id: The chain around it.
-        frame: The frame of its code.
+    The record is that of the call or of the chain around it.
     """
     if record is None and OWNERS:
         record = record_of(surrounding_run_id())
@@ -483,10 +480,9 @@ def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
 
 
 def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object] | None:
-    """Call back when the current task ends: a cancelled call reports no end.
+    """Call back when the current task ends, until what is returned is called.
 
-    Returns:
-        A function that takes it back; None outside of any task.
+    A cancelled call reports no end.
     """
     try:
         task = asyncio.current_task()
@@ -494,6 +490,9 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object] | None
         return None
     if task is None:
         return None
-    ended: Callable[[object], None] = lambda _: call_back()  # noqa: E731
+
+    def ended(_: object) -> None:
+        call_back()
+
     task.add_done_callback(ended)
     return lambda: task.remove_done_callback(ended)
