@@ -216,8 +216,7 @@ class BudgetCallback(BaseCallbackHandler):
             if not opener.ends_elsewhere:
                 ended = yield from _endings.end(mine, outputs, error, opener.messages_key)
                 stop = ended or stop
-            if opener.is_found:
-                opener._last = None  # it lives as long as its agent or guard
+            opener.let_go()
             mine = mine.outer
         if stop is not None:
             raise stop
@@ -387,6 +386,11 @@ class BudgetCallback(BaseCallbackHandler):
 
     def _open(self, **facts: Any) -> Run:
         return self.envelope.open(**facts)
+
+    def let_go(self) -> None:
+        """Forget a run that is over, where this lives as long as its agent or guard."""
+        if self.is_found:
+            self._last = None
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
         """Return whether what is opened inside is left to others: it is a part of the guard."""
