@@ -37,8 +37,9 @@ __all__ = [
     "resume_stream",
 ]
 
-# What needs more than LangGraph: what has to be installed for it, and the file that has it, which is
-# named so because `from ... import` looks for a module of the name where its framework is missing.
+# What needs more than LangGraph: what has to be installed for it, and the file that has it. The
+# second is named as what it has: where its framework is missing, `from ... import` looks for a
+# module of that name, whose error names the command that installs it.
 _LAZY = {
     "BudgetMiddleware": ("LangChain", "langchain", "middleware"),
     "bounded_executor": ("langchain-classic", "langchain_classic", "bounded_executor"),
