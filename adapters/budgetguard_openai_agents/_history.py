@@ -247,7 +247,8 @@ def _made(turn: Turn, items: Sequence[agents.RunItem], *, kept: bool) -> list[ag
             continue
         item: Any = raw.model_dump(exclude_unset=True) if type_ == "compaction" else raw
         if one is not None:
-            made.append(agents.ToolCallItem(agent=turn.agent, raw_item=item))
+            is_handoff = one.call.kind == "handoff"
+            made.append(_seams.call_item(turn.agent, item, is_handoff=is_handoff))
         elif type_ in _REPORTED:
             made.append(_REPORTED[type_](agent=turn.agent, raw_item=item))
         elif str(type_).endswith("_output"):

@@ -27,13 +27,6 @@ from budgetguard_openai_agents._tools import original
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
 _TRIPWIRES = (agents.InputGuardrailTripwireTriggered, agents.OutputGuardrailTripwireTriggered)
-# What the calls of tools look like that are called without a name, the likeliest first.
-_TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (agents.ShellTool, ("shell_call", "local_shell_call")),
-    (agents.LocalShellTool, ("local_shell_call", "shell_call")),
-    (agents.ApplyPatchTool, ("apply_patch_call",)),
-    (agents.ComputerTool, ("computer_call",)),
-)
 
 
 class Recorder(agents.RunHooks[Any]):
@@ -234,7 +227,7 @@ class Recorder(agents.RunHooks[Any]):
             # Where a run goes on the SDK has made another object of the call.
             return next((one for one in self.batch if one.call.id == call_id), None)
         # Shells, computers and patches come without a call, those of a kind one after the other.
-        types = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
+        types = (type_ for type_, kinds in _seams.NATIVE.items() if isinstance(tool, kinds))
         local = [one for one in self.batch if one.is_local]
         alike = ([one for one in local if one.type == type_] for type_ in types)
         same = next((calls for calls in alike if calls), list[Asked]())
