@@ -14,7 +14,7 @@ from strands.hooks import AfterInvocationEvent
 from strands.types._events import EventLoopStopEvent
 
 from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
-from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
+from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall
 from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
 from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
@@ -23,6 +23,8 @@ _LOOK_EVERY = 64
 LIMIT = "Strands' own limit ended the run"
 _RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
 _ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
+RUNS: ByIdentity[AgentRun] = ByIdentity()
+"""The run of each agent that has one."""
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
 _summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
@@ -34,8 +36,7 @@ class AgentRun:
     A run has several attempts where a hook resumes the agent within one invocation.
 
     Attributes:
-        session: The life of the run.
-        inside, shared, of_node: As in `Opened`.
+        session, inside, shared, node: As in `Opened`.
         invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
@@ -51,8 +52,8 @@ class AgentRun:
     """
 
     def __init__(self, opened: Opened, agent: Any, invocation: tuple[Any, int]) -> None:
-        self.run, resumed, self.inside, self.shared, self.of_node = opened
-        self.session = Session(self.run, DIALECT, resumed=resumed)
+        self.session, self.inside, self.shared, self.node = opened
+        self.run = self.session.run
         self.invocation = invocation
         self.nudged: tuple[list[Any], object] = [], None
         self.resumed = self.is_left = False
@@ -112,7 +113,6 @@ class AgentRun:
         self.nudged = [], None
         self.turn = turn
         self.model: Any = None
-        self.copied: Any = None
         self.usage: Any = None
         self.written: list[str] = []
 
@@ -319,6 +319,12 @@ class AgentRun:
         if error is not None:
             kit.remember(error, outcome)
         return outcome
+
+
+def going_on(agent: Any) -> AgentRun | None:
+    """Return an agent's run; None where the budget came while it ran, and begins later."""
+    at = RUNS.get(agent)
+    return None if at is None or at.run.ended else at
 
 
 def is_stopped(agent: Any) -> bool:

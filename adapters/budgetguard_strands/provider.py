@@ -15,9 +15,10 @@ from strands.plugins import Plugin
 from budgetguard_core import AdapterError, Budget, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_core.kit import outcome as kit_outcome
-from budgetguard_strands._agents import AgentHooks
-from budgetguard_strands._opening import LAST, Opener
-from budgetguard_strands._orchestration import Orchestrators, is_a
+from budgetguard_strands._agents import attach as attach_agent
+from budgetguard_strands._opening import OUTCOMES, Opener
+from budgetguard_strands._orchestration import attach as attach_orchestrator
+from budgetguard_strands._orchestration import is_a
 
 DEFAULT_MAX_ITERATIONS = 25
 """The cap of a provider that is given neither a budget nor a guard."""
@@ -70,8 +71,6 @@ class BudgetHookProvider(Plugin):
     ) -> None:
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
         self._opener = Opener(envelope_of(budget, default=default, **options), resume)
-        self._agents = AgentHooks(self._opener)
-        self._orchestrators = Orchestrators(self._opener, self._agents.install)
         # Nothing that Strands finds by itself: all is registered in `init_agent`.
         super().__init__()
 
@@ -101,9 +100,9 @@ class BudgetHookProvider(Plugin):
         """
         known: Any = target
         if is_a(known, Agent):
-            self._agents.install(known)
+            attach_agent(known, self._opener)
         elif is_a(known, Graph, Swarm):
-            self._orchestrators.install(known)
+            attach_orchestrator(known, self._opener)
         else:
             raise AdapterError(
                 f"target must be an Agent, Swarm or Graph, got {type(target).__name__}, which has "
@@ -113,7 +112,7 @@ class BudgetHookProvider(Plugin):
 
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
         """Return the outcome of the last run of an agent, swarm or graph; None before its end."""
-        return self._opener.outcomes.get(target)
+        return OUTCOMES.get(target)
 
 
 def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Outcome:
@@ -125,5 +124,5 @@ def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Out
     Raises:
         AdapterError: None is known: it had no budget, or the run is not over.
     """
-    found = LAST.get(target) or LAST.get(getattr(target, "metrics", None))
+    found = OUTCOMES.get(target) or OUTCOMES.get(getattr(target, "metrics", None))
     return kit_outcome(target) if found is None else found

@@ -50,7 +50,7 @@ from budgetguard_core import (
 from budgetguard_core.kit import FRAME, NOT_EXECUTED, OUTCOME_UNKNOWN, SystemClock, token_usage
 from budgetguard_core.testing import MODEL, Call, ManualClock, Reply, Script, calls, says
 from budgetguard_core.usage import TokenUsage
-from budgetguard_strands import BudgetHookProvider
+from budgetguard_strands import BudgetHookProvider, outcome
 from budgetguard_strands.provider import DEFAULT_MAX_ITERATIONS
 from conformance.budgetguard_strands_driver import ScriptedModel, chunks_of
 from strands_agents import Counter, in_new_process, is_valid, made, results, run, sticky
@@ -483,17 +483,14 @@ def test_a_forced_structured_output_over_the_cap_is_a_graceful_stop():
     assert is_valid(agent)
 
 
-@pytest.mark.parametrize("caps", [(3, 2), (2, 3)])
-def test_two_providers_on_one_agent(caps, counter):
-    providers = [BudgetHookProvider(Budget(max_iterations=cap)) for cap in caps]
-    script = sticky()
-    agent = made(script, counter.tool, hooks=providers)
-    assert agent("Go.").stop_reason == "max_iterations"
-    assert script.calls == 2
-    assert agent("Go.").stop_reason == "max_iterations"
-    assert script.calls == 4
-    assert is_valid(agent)
-    assert sum((m.get("metadata") or {}).get("synthetic") is True for m in agent.messages) == 2
+def test_an_agent_has_one_provider(counter):
+    provider = BudgetHookProvider(Budget(max_iterations=3))
+    agent = made(sticky(), counter.tool, hooks=[provider])
+    assert provider.attach(agent) is agent
+    with pytest.raises(ConfigurationError, match="must have one provider"):
+        BudgetHookProvider(Budget(max_iterations=2)).attach(agent)
+    agent("Go.")
+    assert outcome(agent).usage.iterations == 3
 
 
 def test_an_unknown_tool_is_no_body_but_a_loop_of_it_ends():
