@@ -16,7 +16,7 @@ from strands.types._events import ModelStreamChunkEvent, TextStreamEvent, ToolRe
 from strands.types.events import TypedEvent
 
 from budgetguard_core import Snapshot, kit
-from budgetguard_core.kit import ToolCall
+from budgetguard_core.kit import FRAME, ToolCall
 from budgetguard_strands import _calls as calls
 from budgetguard_strands import _seams
 from budgetguard_strands._calls import Halt
@@ -33,7 +33,7 @@ from budgetguard_strands._opening import (
     note,
     note_end,
 )
-from budgetguard_strands._run import RUNS, AgentRun, going_on, is_stopped
+from budgetguard_strands._run import LOOK_EVERY, RUNS, AgentRun, going_on, is_stopped
 from budgetguard_strands._seams import FIRST, LAST, Events
 
 _GO_ON = "Please go on."
@@ -166,23 +166,24 @@ async def _around(context: Any, proceed: Callable[[Any], Events]) -> Events:
                 kind: Any = type(event)  # pyright: ignore[reportUnknownVariableType]
                 is_text = kind is TextStreamEvent and at.turn is not None
                 if is_text or (kind is ModelStreamChunkEvent and "metadata" not in event["event"]):
-                    # Nearly all events are these two: a piece of an answer, and its text,
-                    # which Strands makes without any wait. While they come no hook runs.
-                    at.task = None
+                    # Nearly all events are these two: a piece of an answer, and its text, which
+                    # Strands makes without any wait. While they come no hook runs.
                     if not is_streaming:
                         at.leave()
                     elif at.token is not None:
-                        kit.FRAME.reset(at.token)
-                        at.token = None
+                        FRAME.reset(at.token)
+                    at.task = at.token = None
                     is_streaming = True
                     if is_text:
-                        at.written.append(event["data"])
-                        at.look()
+                        at.written += (event["data"],)
+                        at.pieces += 1
+                        if at.pieces % LOOK_EVERY == 0:
+                            at.look()
                     yield event
                     if at.due:
                         break
                     if is_text or may_wait or "contentBlockDelta" not in event["event"]:
-                        at.enter()
+                        at.task, at.token = asyncio.current_task(), FRAME.set(at.inner)
                     continue
                 is_streaming = False
                 at.note(event)

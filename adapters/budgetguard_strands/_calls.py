@@ -71,7 +71,7 @@ async def watched(context: Any, proceed: Callable[[Any], _seams.Events]) -> _sea
         async with aclosing(proceed(context)) as events:
             async for event in events:
                 if at is not None:
-                    at.look()
+                    at.piece()
                     if at.due:
                         raise Halt
                 yield event

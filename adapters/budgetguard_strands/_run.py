@@ -19,7 +19,7 @@ from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
 from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
 
-_LOOK_EVERY = 64
+LOOK_EVERY = 64
 LIMIT = "Strands' own limit ended the run"
 _RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
 _ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
@@ -103,7 +103,7 @@ class AgentRun:
         self.token: Token[Frame | None] | None = None
         self.task: asyncio.Task[Any] | None = None
         self._cancelled = self.due = False
-        self._earlier = self._pieces = 0
+        self._earlier = self.pieces = 0
         self.begin_call(None)
 
     def begin_call(self, turn: ModelTurn | None) -> None:
@@ -157,15 +157,20 @@ class AgentRun:
                 turn.piece(thought(event["delta"]))
             elif "event" in event and "metadata" in event["event"]:
                 self.usage = event["event"]["metadata"].get("usage") or self.usage
-        self.look()
+        self.piece()
+
+    def piece(self) -> None:
+        """Look at the clock once for many pieces.
+
+        An answer that is all there when it is late is paid, and kept.
+        """
+        self.pieces += 1
+        if self.pieces % LOOK_EVERY == 0:
+            self.look()
 
     def look(self) -> None:
-        """Look at the clock and for an abort, where the loop gets no turn to tell of them.
-
-        Once for many pieces: an answer that is all there when it is late is paid, and kept.
-        """
-        self._pieces += 1
-        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
+        """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
+        if self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
 
     def cut(self) -> None:
