@@ -83,7 +83,7 @@ def _register(agent: Agent) -> None:
     for event, callback, order in callbacks:
         add(event, callback, order=order)
     agent.add_middleware(_seams.AgentStreamStage, _around)
-    if _seams.has_background_tasks(agent):
+    if agent._background_tasks is not None:  # noqa: SLF001 - probed
         agent.add_middleware(ExecuteToolStage, _in_background)
 
 
@@ -202,10 +202,10 @@ async def _around(context: Any, proceed: Callable[[Any], Events]) -> Events:
                 at.took_effect()
                 return
         at.took_effect()
-        _seams.end_spans(span, at.context)
+        _seams.end_spans(span, at.cycle_span, None)
     except BaseException as error:
         if isinstance(error, Halt | asyncio.CancelledError):
-            _seams.end_spans(span, at.context, error)
+            _seams.end_spans(span, at.cycle_span, error)
         if not _is_stop(at, error):
             raise
         if at.error is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-from opentelemetry.context import get_current
 from strands import Agent, hooks
 from strands.interrupt import InterruptException
 from strands.middleware import InvokeModelStage
@@ -99,7 +98,7 @@ async def before_model_call(event: hooks.BeforeModelCallEvent) -> None:
         may_fall_back=bool(_watched.get(agent)) and _bounds.can_be_set(agent.model),
     )
     at.cycle, at.overflowed = cycle, False
-    at.context = get_current()
+    at.cycle_span = event.invocation_state.get("event_loop_cycle_span")
     try:
         turn = await kit.run_awaited(at.session.model(request))
     except RunFencedError as error:

@@ -60,7 +60,6 @@ class OrchestratorRun:
         self.correction = ""
         self.calls: dict[str, kit.OpenToolCall] = {}
         self.error: BaseException | None = None
-        self._state: Any = None
 
     def is_over(self) -> bool:
         """Return whether no node may start any more."""
@@ -74,19 +73,13 @@ class OrchestratorRun:
 
         Neither a swarm nor a graph has a hook that ends it between two nodes.
         """
-        if self._state is state:
-            return
-        self._state, own = state, state.should_continue
+        own = type(state).should_continue
 
         def should_continue(*args: Any, **kwargs: Any) -> Any:
-            return (False, "the run was stopped") if self.is_over() else own(*args, **kwargs)
+            over = self.is_over()
+            return (False, "the run was stopped") if over else own(state, *args, **kwargs)
 
         state.should_continue = should_continue
-
-    def ask_no_more(self) -> None:
-        """Take that back: the state may live on in the next run."""
-        if self._state is not None:
-            self._state.__dict__.pop("should_continue", None)
 
 
 _runs: ByIdentity[OrchestratorRun] = ByIdentity()
@@ -220,7 +213,7 @@ async def _before_kept(event: hooks.AfterMultiAgentInvocationEvent) -> None:
     at = _runs.get(source)
     if at is None:
         return
-    at.ask_no_more()
+    vars(source.state).pop("should_continue", None)  # the state may live on in the next run
     for node in source.nodes.values():
         NODES.pop(node.executor)
     run = at.run

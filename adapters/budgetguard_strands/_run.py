@@ -9,11 +9,10 @@ from contextvars import Token
 from dataclasses import replace
 from typing import Any
 
-from opentelemetry.context import Context
 from strands.hooks import AfterInvocationEvent
 from strands.types._events import EventLoopStopEvent
 
-from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
+from budgetguard_core import Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall
 from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
@@ -42,7 +41,7 @@ class AgentRun:
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
         asked: The tool calls of the batch in flight. Uses are told apart by identity.
         bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
-        context: OpenTelemetry's context in which the last model call began.
+        cycle_span: The span of the cycle in flight.
         error: What left the run.
         paused: Its counters where it waits; None while it does not.
         inner: The frame of the run's code, between two of its steps.
@@ -60,7 +59,7 @@ class AgentRun:
         self.paused: Snapshot | None = None
         self.error: BaseException | None = None
         self.frame: Frame = self.run.frame()
-        self.context: Context | None = None
+        self.cycle_span: Any = None
         self.asked: list[tuple[Mapping[str, Any], OpenToolCall]] = []
         self.bodies: set[tuple[asyncio.AbstractEventLoop, kit.Scope]] = set()
         self.admitting = asyncio.Lock()
@@ -97,7 +96,6 @@ class AgentRun:
         """Forget what only the last attempt was about."""
         self.cycle = -1
         self.overflowed = self.recovered = self.cut_off = False
-        self._limit: Trip | None = None
         self._output: Any = None
         self.inner: Frame = self.frame
         self.token: Token[Frame | None] | None = None
@@ -223,10 +221,8 @@ class AgentRun:
             return None
         role = agent.messages[-1]["role"] if agent.messages else None
         if reason.startswith("limit_"):
-            self._limit = self.run.framework_limit(f"{LIMIT}: {reason}")
-            if self.run.is_enforced:
-                self.session.stop(self._limit)
-                return await self._stopped(agent, state, reason) if role == "user" else event
+            if self.session.framework_limit(f"{LIMIT}: {reason}") and role == "user":
+                return await self._stopped(agent, state, reason)
         elif reason == "cancelled" and self.run.is_enforced and role == "user":
             # Strands leaves the history of a run open that a person has cancelled.
             guard = self.run.guard
@@ -236,15 +232,10 @@ class AgentRun:
         return event
 
     async def stop(self, agent: Any, state: dict[str, Any]) -> Any:
-        """Close the history of a stopped run, and return the event that ends it.
-
-        Raises:
-            AdapterError: Nothing has stopped it.
-        """
-        trip = self.trip or self.run.check()
-        if trip is None:
-            raise AdapterError("a stopped run must have a trip, got none. Please report this.")
-        _seams.forget_interrupt(agent)
+        """Close the history of a stopped run, and return the event that ends it."""
+        trip: Any = self.trip or self.run.check()
+        if _seams.is_interrupted(agent):
+            _seams.forget_interrupt(agent)
         return await self._stopped(agent, state, str(trip.reason), "".join(self.written))
 
     async def _stopped(
@@ -302,14 +293,14 @@ class AgentRun:
     async def concluded(self, event: AfterInvocationEvent) -> Outcome:
         """End the run, after the session manager has kept it."""
         messages, session, result = event.agent.messages, self.session, event.result
-        error = self.error
-        if self._limit is not None:
-            session.stop(self._limit)
+        reason, error = "" if result is None else str(result.stop_reason), self.error
+        if reason.startswith("limit_"):
+            session.stop(self.run.framework_limit(f"{LIMIT}: {reason}"))
         elif self.trip is None and result is None:
             # A hook's before the loop, or of whoever closed the stream: on its way through a
             # `finally`.
             error = error or sys.exception()
-        elif self.trip is None and result is not None and result.stop_reason == "cancelled":
+        elif self.trip is None and reason == "cancelled":
             error = asyncio.CancelledError("the agent was cancelled")
         if session.ending is not None:
             # Its conversation manager may have shortened it since.

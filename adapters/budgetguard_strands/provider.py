@@ -31,8 +31,8 @@ class BudgetHookProvider(Plugin):
 
     Also a plugin (`Agent(..., plugins=[provider])`), and attached to what exists already:
     `provider.attach(agent)`, or a swarm or graph, whose nodes then spend one budget together.
-    Agents that an agent uses as tools spend its budget by themselves; an agent made inside a tool
-    does when it is given the same provider.
+    Agents that run inside of a bounded run spend its budget by themselves. An agent, swarm or
+    graph has one provider.
 
     One agent can serve runs under different budgets: a `Budget` or `Guard` in
     `invocation_state["budgetguard"]` takes the place of the provider's own for that invocation.
@@ -97,6 +97,7 @@ class BudgetHookProvider(Plugin):
         Raises:
             AdapterError: The target is something else, or this release of Strands has no place
                 for the guard.
+            ConfigurationError: Another provider bounds it already.
         """
         known: Any = target
         if is_a(known, Agent):

@@ -290,20 +290,6 @@ def test_the_bytes_of_an_image_do_not_inflate_the_estimate():
     assert sizes[1] < 10_000
 
 
-def test_the_bytes_of_a_tools_image_neither():
-    @tool
-    def look() -> dict:
-        """Looks."""
-        image = {"image": {"format": "png", "source": {"bytes": b"x" * 1_000_000}}}
-        return {"status": "success", "content": [image]}
-
-    guard = Guard(Budget(max_total_tokens=50_000))
-    script = Script([calls("look"), Reply(text="A cat.", usage=None)])
-    agent = made(script, look, hooks=[BudgetHookProvider(guard)])
-    assert agent("Look.").stop_reason == "end_turn"
-    assert guard.usage.input_tokens < 20_000
-
-
 def test_the_stop_reason_has_a_name(counter):
     agent = made(sticky(), counter.tool, hooks=[BudgetHookProvider(Budget(max_iterations=2))])
     assert agent("Go.").stop_reason == MAX_ITERATIONS
