@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
@@ -300,18 +301,22 @@ async def _after_invocation(event: hooks.AfterInvocationEvent) -> None:
         note_end(agent, at, await at.concluded(event))
 
 
-def _join(agent: Agent) -> None:
-    """Make the run of an agent that begins a part of the run around it, if there is one."""
-    if kit.current() is not None and OPENERS.get(agent) is None:
-        attach(agent, JOINING)
-
-
 def install() -> None:
     """Make every agent of this process a part of the run around it, if there is one.
 
-    Importing the package does it.
-
-    Raises:
-        AdapterError: The installed release of Strands lacks what the adapter needs.
+    Importing the package does it. Strands 1.62 and before have no hook of all agents, and the
+    tools that make agents give them none: the class is wrapped, once.
     """
-    _seams.join_runs_around(_join)
+    own = Agent.stream_async
+    if hasattr(own, "joins_runs_around"):
+        return
+
+    @functools.wraps(own)
+    def stream_async(self: Agent, *args: Any, **kwargs: Any) -> Any:
+        if kit.current() is not None and OPENERS.get(self) is None:
+            attach(self, JOINING)
+        return own(self, *args, **kwargs)
+
+    agents: Any = Agent
+    agents.stream_async = stream_async
+    agents.stream_async.joins_runs_around = True

@@ -43,8 +43,10 @@ _watched: ByIdentity[bool] = ByIdentity()
 def watch(agent: Agent, at: AgentRun) -> None:
     """Put `watched` around the model calls of an agent, where it makes any difference."""
     # Not before the first run, so that this comes inside of the user's own middleware.
-    wanted = at.changes_requests or _seams.has_model_middleware(agent)
-    if wanted and not _watched.get(agent):
+    changes = at.run.envelope.prune is not None or any(
+        one.budget.max_output_tokens_per_call or one.budget.fallback_model for one in at.lineage
+    )
+    if (changes or _seams.has_model_middleware(agent)) and not _watched.get(agent):
         agent.add_middleware(InvokeModelStage, watched)
         _watched.set(agent, True)
 

@@ -40,6 +40,7 @@ class AgentRun:
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
         asked: The tool calls of the batch in flight. Uses are told apart by identity.
+        lineage: Every guard that its calls are charged to.
         bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
         cycle_span: The span of the cycle in flight.
         error: What left the run.
@@ -63,8 +64,8 @@ class AgentRun:
         self.asked: list[tuple[Mapping[str, Any], OpenToolCall]] = []
         self.bodies: set[tuple[asyncio.AbstractEventLoop, kit.Scope]] = set()
         self.admitting = asyncio.Lock()
-        self._lineage = [one for nearest in self.run.guards for one in nearest.lineage]
-        self._warned = {one.run_id: len(one.warnings) for one in self._lineage}
+        self.lineage = [one for nearest in self.run.guards for one in nearest.lineage]
+        self._warned = {one.run_id: len(one.warnings) for one in self.lineage}
         self.begin_attempt()
         summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
         if summarizer is not None:
@@ -191,7 +192,7 @@ class AgentRun:
     def warnings(self) -> list[dict[str, Any]]:
         """Return the warnings that were given since the last time, for the stream."""
         found: list[dict[str, Any]] = []
-        for guard in self._lineage:
+        for guard in self.lineage:
             given, known = guard.warnings, self._warned[guard.run_id]
             for name in given[known:]:
                 limit = getattr(guard.budget, name, None)
@@ -200,14 +201,6 @@ class AgentRun:
                 found.append({"run_id": guard.run_id, **facts})
             self._warned[guard.run_id] = len(given)
         return found
-
-    @property
-    def changes_requests(self) -> bool:
-        """True if requests are pruned, or a budget bounds completions or has a fallback model."""
-        every = [one.budget for one in self._lineage]
-        return self.run.envelope.prune is not None or any(
-            one.max_output_tokens_per_call or one.fallback_model for one in every
-        )
 
     # The end
 

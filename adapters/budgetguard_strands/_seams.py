@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -36,27 +35,6 @@ FIRST = -1000.0
 LAST = 1000.0
 # Beside the ids of nodes, among which no such one is to be expected.
 _KEPT = "budgetguard.run"
-
-
-def join_runs_around(join: Callable[[Agent], None]) -> None:
-    """Call `join` with every agent of this process before each of its runs.
-
-    Strands 1.62 and before have no hook of all agents, and the tools that make agents give them
-    none. The class is wrapped once, and each run asks one context variable.
-    """
-    own = Agent.stream_async
-    if hasattr(own, "joins_runs_around"):
-        return
-
-    @functools.wraps(own)
-    def stream_async(self: Agent, *args: Any, **kwargs: Any) -> Any:
-        join(self)
-        return own(self, *args, **kwargs)
-
-    owner: Any = Agent
-    wrapped: Any = stream_async
-    wrapped.joins_runs_around = True
-    owner.stream_async = wrapped
 
 
 def has_model_middleware(agent: Agent) -> bool:

@@ -273,6 +273,16 @@ def test_the_outcome_of_a_graph_is_on_the_exception():
     assert outcome_of(raised.value) is not None
 
 
+@pytest.mark.parametrize("kind", ["graph", "swarm"])
+def test_what_the_detector_stops_in_a_node_is_not_completed(kind):
+    provider = BudgetHookProvider(Budget(max_iterations=50))
+    node = made(sends(30), send_tool([]), name="one")
+    whole = provider.attach(one_node(kind, node))
+    assert whole("Tell them.").status.value == "failed"
+    found = provider.outcome(whole)
+    assert (found.status, found.stop_reason) == ("terminated", StopReason.NO_PROGRESS)
+
+
 # Persons and hooks
 
 
