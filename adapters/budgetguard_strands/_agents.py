@@ -84,7 +84,7 @@ def _register(agent: Agent) -> None:
     for event, callback, order in callbacks:
         add(event, callback, order=order)
     agent.add_middleware(_seams.AgentStreamStage, _around)
-    if agent._background_tasks is not None:  # noqa: SLF001 - probed
+    if _seams.has_background_tasks(agent):
         agent.add_middleware(ExecuteToolStage, _in_background)
 
 
@@ -102,13 +102,13 @@ async def _before_invocation(event: hooks.BeforeInvocationEvent) -> None:
         if at.resumed and not at.shared and at.trip is None:
             at.run.guard.state.restart_iterations()
     else:
+        if at is not None:
+            # Somebody's hook raised, and nothing told the end of the run.
+            at.run.fail(RuntimeError("the run was left before it began"))
         opener = OPENERS.get(agent)
         is_around = kit.current() is not None or NODES.get(agent) is not None
         if opener is None or (opener is JOINING and not is_around):
             return
-        if at is not None:
-            # Somebody's hook raised, and nothing told the end of the run.
-            at.run.fail(RuntimeError("the run was left before it began"))
         at = await _begin(event, opener, invocation)
     calls.watch(agent, at)
     if at.node is not None and at.node.correction and event.messages:
@@ -318,5 +318,6 @@ def install() -> None:
         return own(self, *args, **kwargs)
 
     agents: Any = Agent
-    agents.stream_async = stream_async
-    agents.stream_async.joins_runs_around = True
+    wrapped: Any = stream_async
+    wrapped.joins_runs_around = True
+    agents.stream_async = wrapped

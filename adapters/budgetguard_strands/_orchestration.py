@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from strands import Agent, hooks
 from strands.multiagent import Swarm
@@ -73,7 +73,7 @@ class OrchestratorRun:
 
         Neither a swarm nor a graph has a hook that ends it between two nodes.
         """
-        own = type(state).should_continue
+        own = state.__class__.should_continue
 
         def should_continue(*args: Any, **kwargs: Any) -> Any:
             over = self.is_over()
@@ -213,7 +213,8 @@ async def _before_kept(event: hooks.AfterMultiAgentInvocationEvent) -> None:
     at = _runs.get(source)
     if at is None:
         return
-    vars(source.state).pop("should_continue", None)  # the state may live on in the next run
+    # The state may live on in the next run.
+    cast("dict[str, Any]", vars(source.state)).pop("should_continue", None)
     for node in source.nodes.values():
         NODES.pop(node.executor)
     run = at.run

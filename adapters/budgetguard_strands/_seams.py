@@ -42,6 +42,11 @@ def has_model_middleware(agent: Agent) -> bool:
     return bool(agent._middleware_registry._handlers.get(InvokeModelStage))
 
 
+def has_background_tasks(agent: Agent) -> bool:
+    """Return whether an agent's tools may run in the background."""
+    return agent._background_tasks is not None
+
+
 def goes_on(event: AfterInvocationEvent) -> bool:
     """Return whether Strands itself goes on after this, with the results of background tasks."""
     state = getattr(event, _CONTINUED, None)
