@@ -54,6 +54,8 @@ class PostgresLedgerStore(SqlStore):
         LedgerUnreachable: The server does not answer.
     """
 
+    vector = "{0}[{1}]"
+
     def __init__(self, url: str, *, timeout: float = 1.0) -> None:
         import psycopg
         import psycopg_pool
