@@ -21,12 +21,7 @@ Stored: TypeAlias = Mapping[tuple[str, str], Amount]
 
 
 class Ceilings:
-    """The stored ceilings, by key ("" is the default of all keys) and kind of window.
-
-    Args:
-        connection: To the store.
-        clock: Monotonic time.
-    """
+    """The stored ceilings, by key ("" is the default of all keys) and kind of window."""
 
     def __init__(self, connection: Connection, clock: Clock) -> None:
         self._connection = connection
@@ -77,9 +72,6 @@ class Ceilings:
         """Refuse a run that nothing would bound.
 
         A ceiling of none that is stored for a key, or as the default, was meant so.
-
-        Raises:
-            ConfigurationError: No ceiling is set for any key of the account.
         """
         windows = account.windows(self._connection.now())
         if any(any(window.ceiling) for window in windows):
@@ -150,10 +142,7 @@ class TenantUsage:
 def usage_of(record: WindowRecord, stored: Stored, default: Amount | None = None) -> WindowUsage:
     """Return a store's record of a window with the ceiling that holds now.
 
-    Args:
-        record: The window.
-        stored: The ceilings that the store holds.
-        default: Of this process; that of the process that reserved last if left out.
+    `default` is this process's; that of the process that reserved last if left out.
     """
     spent, reserved = record.spent, record.charged.minus(record.spent)
     given = record.ceiling if default is None else default

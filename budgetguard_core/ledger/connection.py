@@ -39,15 +39,9 @@ class Connection:
     """One store, opened when it is first needed.
 
     A file is used by one thread at a time. A server is asked by all, and for the main thread by
-    another one, which no signal's handler interrupts between a request and its reply.
-
-    Args:
-        open_store: Opens it.
-        clock: Of this process.
-        known: The id of the ledger that is expected; any is accepted at first if left out.
-        timeout: Seconds after a failure in which the next step fails at once instead of waiting
-            for the time-out again.
-        is_server: Whether it is a server, not a file.
+    another one, which no signal's handler interrupts between a request and its reply. For `timeout`
+    seconds after a failure the next step fails at once. `known` is the id of the ledger that is
+    expected; any is accepted at first if left out.
     """
 
     def __init__(
@@ -97,17 +91,11 @@ class Connection:
             return result
 
     def store(self) -> Store:
-        """Return the store, opened.
-
-        Raises:
-            LedgerChanged: It is not the ledger that was expected.
-        """
-        store = self._store
-        if store is None:
+        """Return the store, opened."""
+        if self._store is None:
             with self._opening:
-                store = self._store or self._open()
-                self._store = store
-        return store
+                self._store = self._store or self._open()
+        return self._store
 
     def _open(self) -> Store:
         try:
@@ -123,11 +111,7 @@ class Connection:
         return opened
 
     def _meet(self, met: Identity) -> None:
-        """Go on with the ledger that was met, if it is the one that is known, or was adopted.
-
-        Raises:
-            LedgerChanged: It is another, or an earlier state of the one that is known.
-        """
+        """Go on with the ledger that was met, if it is the one that is known, or was adopted."""
         known, found = self._known, ""
         if known and met.id == known and met.sequence < self._sequence:
             found = f"at change {self._sequence}, got {met.sequence}: it was rolled back"
@@ -159,11 +143,7 @@ class Connection:
         return self._trip(lambda: call(store))
 
     def send(self, step: Step) -> Answer:
-        """Make one step.
-
-        Raises:
-            OtherWindows: The step names other windows than its hold was made in.
-        """
+        """Make one step; `OtherWindows` where it does not name those of its hold."""
         store = self.store()
         while True:
             self.trips += 1
@@ -243,12 +223,6 @@ def default_path() -> Path:
 
 def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = None) -> Address:
     """Find the store that a URL names, and its driver; nothing is opened.
-
-    Args:
-        url: As of `Ledger`. SQLite takes `?synchronous=normal`; `redis://` takes `?name=` for
-            several ledgers in one data base, `postgresql://` libpq's own options.
-        timeout: Seconds until a step gives up.
-        clock: The ledger's clock, for SQLite; servers have their own.
 
     Raises:
         ConfigurationError: The URL makes no sense, or the driver is missing.

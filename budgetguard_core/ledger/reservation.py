@@ -49,10 +49,6 @@ class Reservation:
 
         More than was reserved is charged too: the provider has billed it. The calls that were
         reserved were made.
-
-        Raises:
-            ConfigurationError: A figure makes no sense.
-            LedgerError: The store holds this reservation in other windows.
         """
         self._maker.settle_now(self, to_amount(usd, tokens, *self.amount[2:]))
 
@@ -64,12 +60,8 @@ class Reservation:
 class Reservations:
     """Makes and settles the reservations of one ledger.
 
-    Args:
-        connection: To the store.
-        outbox: For what could not be sent.
-        allows: Whether a call is admitted when the store is absent, to be charged later.
-        wake: Called when there is something to send.
-        warn: Called after a trip that brought some windows to 80 %, outside of every lock.
+    `allows` admits calls when the store is absent, to be charged later. `wake` is called when there
+    is something to send, `warn` after a trip that brought some windows to 80 %.
     """
 
     def __init__(
@@ -92,11 +84,7 @@ class Reservations:
     def reserve(
         self, account: Account, amount: Amount, run: str, name: str | None = None
     ) -> Reservation | LedgerRefused:
-        """Reserve with one trip; under a name of the caller's, a repeat is the same reservation.
-
-        Raises:
-            ConfigurationError: The name is that of a reservation of less, or of other windows.
-        """
+        """Reserve with one trip; under a name of the caller's, a repeat is the same reservation."""
         if self._exceeded:
             self._exceeded = False
             self.deliver()

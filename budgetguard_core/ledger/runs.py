@@ -150,9 +150,7 @@ class Heartbeat:
     def finish(self, seconds: float) -> None:
         """End the thread and look after no run; send what waits, and write the rest down.
 
-        Args:
-            seconds: To wait for the beat under way, and again for sending. A run that goes on all
-                the same says so by opening itself.
+        Waits for the beat under way, and again for sending. A run that goes on opens itself again.
         """
         with self._lock:
             self._is_stopped = True

@@ -8,7 +8,7 @@
 --       A window is charged, spent and default ceiling, four figures each, and whether it warned.
 -- ARGV  verb ledger sequence  four figures  start end ttl tombstone owner windows
 --       number of flags, number of windows, flags...
---       for each window: key, label, kind, oldest label kept, four figures of its default ceiling
+--       for each window: key, label, oldest label kept, four figures of its default ceiling
 local A, call, num, format, match = ARGV, redis.call, tonumber, string.format, string.match
 local SEP = '\31'
 local taking, ledger, memo, nf, nw = A[1] == 'reserve', A[2], A[13], num(A[14]), num(A[15])
@@ -33,8 +33,9 @@ local at = t[1] .. '.' .. format('%06d', t[2])
 local now = num(at)
 local names = {'id', 'adopted', 'sequence'}
 for i = 1, nw do
-  local a = 15 + nf + 8 * (i - 1)
-  names[2 + 2 * i], names[3 + 2 * i] = 'c:' .. A[a + 3] .. ':' .. A[a + 1], 'c:' .. A[a + 3] .. ':'
+  local a = 15 + nf + 7 * (i - 1)
+  local kind = 'c:' .. string.sub(A[a + 2], 1, 2)
+  names[2 + 2 * i], names[3 + 2 * i] = kind .. A[a + 1], kind
 end
 local conf = call('HMGET', KEYS[1], unpack(names))
 local seq = num(conf[3] or 0)
@@ -70,13 +71,13 @@ end
 
 local rows, warn = {}, 0
 for i = 1, nw do
-  local a = 15 + nf + 8 * (i - 1)
+  local a = 15 + nf + 7 * (i - 1)
   local got = call('HGET', KEYS[3 + i], A[a + 2])
   local row = figures(got or '0 0 0 0 0 0 0 0 0 0 0 0 0', 13)
   row.fresh = not got
   if taking then
     local stored = conf[2 + 2 * i] or conf[3 + 2 * i]
-    for d = 1, 4 do row[8 + d] = num(A[a + 4 + d]) end
+    for d = 1, 4 do row[8 + d] = num(A[a + 3 + d]) end
     local limit = stored and figures(stored, 4) or {unpack(row, 9, 12)}
     local near = false
     for d = 1, 4 do
@@ -92,7 +93,7 @@ for i = 1, nw do
 end
 
 for i = 1, nw do
-  local a, row = 15 + nf + 8 * (i - 1), rows[i]
+  local a, row = 15 + nf + 7 * (i - 1), rows[i]
   for d = 1, 4 do
     -- A settlement whose window was pruned or lost begins it anew.
     row[d] = row[d] + after[d] - ((row.fresh and not taking) and 0 or before[d])
@@ -100,7 +101,7 @@ for i = 1, nw do
   end
   if row.fresh and taking then
     for _, label in ipairs(call('HKEYS', KEYS[3 + i])) do
-      if string.sub(label, 1, 2) == string.sub(A[a + 2], 1, 2) and label < A[a + 4] then
+      if string.sub(label, 1, 2) == string.sub(A[a + 2], 1, 2) and label < A[a + 3] then
         call('HDEL', KEYS[3 + i], label)
       end
     end
