@@ -2,13 +2,11 @@
 -- All reads and checks come before the first write: a script that fails half way is not rolled back.
 -- Figures are written with '%.0f': '..' and tostring give 1.2345678901234e+14 from $100,000 on.
 --
--- KEYS  conf | flags | the hold | for each window the hash of its key
---       conf has 'id', 'adopted', 'sequence' and ceilings ('c:<kind>:<key>'); flags the switches.
---       A hold is 'o' or 'c' (closed) and four figures, if open with its expiry and particulars.
---       A window is charged, spent and default ceiling, four figures each, and whether it warned.
--- ARGV  verb ledger sequence  four figures  start end ttl tombstone owner windows
---       number of flags, number of windows, flags...
---       for each window: key, label, oldest label kept, four figures of its default ceiling
+-- KEYS  conf ('id', 'adopted', 'sequence', ceilings 'c:<kind>:<key>') | flags, the switches | the hold:
+--       'o' or 'c' (closed), four figures, if open its expiry and particulars | for each window the hash
+--       of its key: charged, spent, default ceiling, four figures each, and whether it warned
+-- ARGV  verb ledger sequence, four figures, start end ttl tombstone owner windows, how many flags and
+--       windows, flags, of each window: key, label, oldest label kept, four figures of its ceiling
 local A, call, num, format, match = ARGV, redis.call, tonumber, string.format, string.match
 local SEP = '\31'
 local taking, ledger, memo, nf, nw = A[1] == 'reserve', A[2], A[13], num(A[14]), num(A[15])
@@ -23,15 +21,13 @@ local function figures(text, count)
   return found
 end
 local function join(list)
-  local out = {}
-  for i, figure in ipairs(list) do out[i] = format('%.0f', figure) end
-  return table.concat(out, ' ')
+  return format(string.rep('%.0f', #list, ' '), unpack(list))
 end
 
 local t = call('TIME')
 local at = t[1] .. '.' .. format('%06d', t[2])
 local now = num(at)
-local names = {'id', 'adopted', 'sequence'}
+local names, rows, warn = {'id', 'adopted', 'sequence'}, {}, 0
 for i = 1, nw do
   local a = 15 + nf + 7 * (i - 1)
   local kind = 'c:' .. string.sub(A[a + 2], 1, 2)
@@ -69,7 +65,6 @@ elseif same then
   return answer('ok', after)
 end
 
-local rows, warn = {}, 0
 for i = 1, nw do
   local a = 15 + nf + 7 * (i - 1)
   local got = call('HGET', KEYS[3 + i], A[a + 2])
@@ -96,7 +91,7 @@ for i = 1, nw do
   local a, row = 15 + nf + 7 * (i - 1), rows[i]
   for d = 1, 4 do
     -- A settlement whose window was pruned or lost begins it anew.
-    row[d] = row[d] + after[d] - ((row.fresh and not taking) and 0 or before[d])
+    row[d] = row[d] + after[d] - (row.fresh and 0 or before[d])
     if not taking then row[4 + d] = row[4 + d] + after[d] - (row.fresh and 0 or counted[d]) end
   end
   if row.fresh and taking then
