@@ -21,7 +21,7 @@ local function figures(text, count)
   return found
 end
 local function join(list)
-  return format(string.rep('%.0f', #list, ' '), unpack(list))
+  return format(string.sub(string.rep('%.0f ', #list), 1, -2), unpack(list))
 end
 
 local t = call('TIME')
