@@ -44,15 +44,7 @@ _POOL = "budgetguard"
 
 
 class PostgresLedgerStore(SqlStore):
-    """A `Store` in PostgreSQL 12 or later.
-
-    Args:
-        url: As libpq takes it.
-        timeout: Seconds until a step gives up.
-
-    Raises:
-        LedgerUnreachable: The server does not answer.
-    """
+    """A `Store` in PostgreSQL 12 or later."""
 
     vector = "{0}[{1}]"
 

@@ -35,17 +35,8 @@ _AT_ONCE = 500
 class RedisLedgerStore:
     """A `Store` in Redis 6 or later, or Valkey.
 
-    All keys have one hash tag, so that a step is one script on one server.
-
-    Args:
-        url: As redis-py takes it.
-        name: Two ledgers in one data base have different names.
-        timeout: Seconds until a step gives up.
-
-    Raises:
-        ConfigurationError: The URL makes no sense.
-        LedgerUnreachable: The server does not answer.
-        LedgerError: The server would throw keys away, or is a part of a cluster.
+    All keys have one hash tag, so that a step is one script on one server. Two ledgers in one data
+    base have different names.
     """
 
     def __init__(self, url: str, *, name: str = "budgetguard", timeout: float = 1.0) -> None:

@@ -55,17 +55,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.002
 class SqliteLedgerStore(SqlStore):
     """A `Store` in a file, for one thread at a time.
 
-    A signal's handler may raise anywhere in here: what is held is freed by SQLite.
-
-    Args:
-        path: The file; it and its folder are made, readable by their owner only.
-        synchronous: FULL loses nothing. NORMAL loses nothing when a process is killed, but may
-            lose what was committed last when the machine loses its power.
-        timeout: Seconds until a step gives up.
-        clock: The ledger's clock; the machine's if left out.
-
-    Raises:
-        LedgerUnreachable: The file cannot be used.
+    The file and its folder are made, readable by their owner only. A signal's handler may raise
+    anywhere in here: what is held is freed by SQLite.
     """
 
     def __init__(
