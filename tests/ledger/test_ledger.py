@@ -199,14 +199,6 @@ def test_a_kill_switch_has_one_target(sqlite, opened, target):
         ledger.kill(**target)
 
 
-def test_a_report_that_the_store_has_lost_is_taken(place, opened, store):
-    ledger = opened(place)
-    windows = ledger._account("acme").windows(ledger.now())
-    answer = store.step(Step("settle", "lost", windows, Amount(7, 3)))
-    assert answer.status == "ok"
-    assert ledger.usage("acme").daily.spent_tokens == 3
-
-
 def test_a_reservation_is_settled_in_the_windows_that_it_was_made_in(place, opened):
     ledger = opened(place)
     reservation = ledger.reserve("acme", usd=1)
@@ -273,27 +265,17 @@ def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
     ]
 
 
-def test_a_window_that_a_call_brought_beyond_80_percent_warns_with_the_next(place, opened):
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_window_that_a_call_or_a_report_brought_to_80_percent_warns_with_the_next(
+    place, opened, is_reported
+):
     ledger, told = opened(place, daily_usd=10), []
     run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
-    other = ledger.attach("other", ("acme", "u"), on_kill=told.append, on_warning=told.append)
     beta = ledger.attach("of another", "beta", on_kill=told.append, on_warning=told.append)
-    run.settle(run.obtain(Amount(10**9)), Amount(8 * 10**9))
-    other.close()
-    assert told == []
-    for _ in range(2):
-        run.obtain(Amount(10**8))
-    assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
-        ("tenant_daily", 10, Decimal("8.1"))
-    ]
-    beta.close()
-
-
-def test_a_window_that_reports_alone_brought_to_80_percent_warns_with_the_next(place, opened):
-    """What nothing was reserved for, such as the calls of a run that only observes."""
-    ledger, told = opened(place, daily_usd=10), []
-    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
-    run.report(Amount(8 * 10**9))
+    if is_reported:  # nothing was reserved: the run only observes
+        run.report(Amount(8 * 10**9))
+    else:
+        run.settle(run.obtain(Amount(10**9)), Amount(8 * 10**9))
     ledger.beat()
     assert told == []  # a settlement asks for nothing that could be held back
     for _ in range(2):
@@ -301,6 +283,7 @@ def test_a_window_that_reports_alone_brought_to_80_percent_warns_with_the_next(p
     assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
         ("tenant_daily", 10, Decimal("8.1"))
     ]
+    beta.close()
 
 
 def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
