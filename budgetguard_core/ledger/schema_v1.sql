@@ -20,11 +20,11 @@ CREATE SEQUENCE bg_sequence;
 
 -- Raises BG004 where the ledger is not the one that the sender knows, or an earlier state of it.
 CREATE FUNCTION bg_meet_v1(p_ledger text, p_sequence bigint) RETURNS void LANGUAGE plpgsql AS $$
-DECLARE known text; number bigint := (SELECT last_value FROM bg_sequence);
+DECLARE
+  number bigint := (SELECT last_value FROM bg_sequence);
+  known text := (SELECT text FROM bg_notes WHERE name = 'id');
 BEGIN
-  IF p_ledger = '' THEN RETURN; END IF;
-  SELECT text INTO known FROM bg_notes WHERE name = 'id';
-  IF known IS DISTINCT FROM p_ledger OR number < p_sequence THEN
+  IF p_ledger <> '' AND (known IS DISTINCT FROM p_ledger OR number < p_sequence) THEN
     RAISE EXCEPTION USING ERRCODE = 'BG004', MESSAGE = concat_ws(E'\x1f', coalesce(known, ''),
       coalesce((SELECT text FROM bg_notes WHERE name = 'adopted'), '0'), number);
   END IF;

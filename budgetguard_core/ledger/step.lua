@@ -7,8 +7,7 @@
 --       of its key: charged, spent, default ceiling, four figures each, and whether it warned
 -- ARGV  verb ledger sequence, four figures, start end ttl tombstone owner windows, how many flags and
 --       windows, flags, of each window: key, label, oldest label kept, four figures of its ceiling
-local A, call, num, format, match = ARGV, redis.call, tonumber, string.format, string.match
-local SEP = '\31'
+local A, call, num, format, sub, SEP = ARGV, redis.call, tonumber, string.format, string.sub, '\31'
 local taking, ledger, memo, nf, nw = A[1] == 'reserve', A[2], A[13], num(A[14]), num(A[15])
 local ask = {num(A[4]), num(A[5]), num(A[6]), num(A[7])}
 
@@ -21,16 +20,15 @@ local function figures(text, count)
   return found
 end
 local function join(list)
-  return format(string.sub(string.rep('%.0f ', #list), 1, -2), unpack(list))
+  return format(sub(string.rep('%.0f ', #list), 1, -2), unpack(list))
 end
 
-local t = call('TIME')
-local at = t[1] .. '.' .. format('%06d', t[2])
+local at = format('%s.%06d', unpack(call('TIME')))
 local now = num(at)
 local names, rows, warn = {'id', 'adopted', 'sequence'}, {}, 0
 for i = 1, nw do
   local a = 15 + nf + 7 * (i - 1)
-  local kind = 'c:' .. string.sub(A[a + 2], 1, 2)
+  local kind = 'c:' .. sub(A[a + 2], 1, 2)
   names[2 + 2 * i], names[3 + 2 * i] = kind .. A[a + 1], kind
 end
 local conf = call('HMGET', KEYS[1], unpack(names))
@@ -43,12 +41,9 @@ if ledger ~= '' and (conf[1] ~= ledger or seq < num(A[3])) then
 end
 
 local h = call('GET', KEYS[3])
-local open, before, counted = false, {0, 0, 0, 0}, {0, 0, 0, 0}
-if h then
-  before, open = figures(h, 4), string.sub(h, 1, 1) == 'o'
-  if not open then counted = before
-  elseif string.sub(h, -#memo - 1) ~= SEP .. memo then return answer('windows') end
-end
+local before, open = figures(h or '0 0 0 0', 4), h and sub(h, 1, 1) == 'o'
+local counted = open and {0, 0, 0, 0} or before
+if open and sub(h, -#memo - 1) ~= SEP .. memo then return answer('windows') end
 local after, same = {}, h and not open
 for d = 1, 4 do
   after[d] = taking and ask[d] or math.max(ask[d], counted[d])
@@ -96,7 +91,7 @@ for i = 1, nw do
   end
   if row.fresh and taking then
     for _, label in ipairs(call('HKEYS', KEYS[3 + i])) do
-      if string.sub(label, 1, 2) == string.sub(A[a + 2], 1, 2) and label < A[a + 3] then
+      if sub(label, 1, 2) == sub(A[a + 2], 1, 2) and label < A[a + 3] then
         call('HDEL', KEYS[3 + i], label)
       end
     end
