@@ -40,6 +40,7 @@ from budgetguard_core.ledger.windows import (
     Window,
     as_keys,
     check_name,
+    quoted,
     zone_of,
 )
 
@@ -212,7 +213,14 @@ class Ledger:
 
     def require_ceiling(self, tenant: Tenant) -> None:
         """Refuse a run that no ceiling of its tenant would bound, with a `ConfigurationError`."""
-        self._ceilings.require(self._account(tenant), self.url)
+        account = self._account(tenant)
+        if not self._ceilings.bound(account):
+            name = account.names[0]
+            raise ConfigurationError(
+                f"a ceiling must be set for {quoted(name)} in {self.url}, got none, so nothing "
+                f"would bound the run. Set one with `budgetguard ledger set {name} --daily-usd "
+                "20`, or a default for all tenants with Ledger(url, daily_usd=20)."
+            )
 
     def _account(self, tenant: Tenant) -> Account:
         known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
@@ -230,13 +238,11 @@ class Ledger:
             tenant: The key; None for the default of all keys that have none of their own.
             ceilings: As of `Ledger`; what is left out has none.
         """
-        key = "" if tenant is None else check_name(tenant, "tenant")
-        self._ceilings.store(key, to_ceilings(ceilings, self._kinds, self._largest))
+        self._ceilings.store(tenant, to_ceilings(ceilings, self._kinds, self._largest))
 
     def clear_ceilings(self, tenant: str | None) -> None:
         """Return a tenant to the default; with None, remove the stored default."""
-        key = "" if tenant is None else check_name(tenant, "tenant")
-        self._ceilings.store(key, dict.fromkeys(self._kinds))
+        self._ceilings.store(tenant, dict.fromkeys(self._kinds))
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
         """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m", "r")."""
