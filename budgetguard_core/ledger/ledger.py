@@ -28,8 +28,7 @@ from budgetguard_core.ledger.errors import LedgerRefused, Warned
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.reconcile import differences
-from budgetguard_core.ledger.reservation import Reservation, Reservations
-from budgetguard_core.ledger.runs import Heartbeat, LedgerRun
+from budgetguard_core.ledger.runs import Heartbeat, LedgerRun, Reservation, Reservations
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import HoldRecord, Step, WindowRecord
 from budgetguard_core.ledger.windows import (
@@ -129,11 +128,7 @@ class Ledger:
         self._ceilings = Ceilings(self.connection, self._clock)
         self._heartbeat = Heartbeat(self.connection, self._outbox, self._ceilings)
         self._reservations = Reservations(
-            self.connection,
-            self._outbox,
-            allows=on_ledger_error == "allow",
-            wake=self._heartbeat.wake,
-            warn=self._heartbeat.warn,
+            self.connection, self._outbox, self._heartbeat, allows=on_ledger_error == "allow"
         )
         self._known_account = lru_cache(_TENANTS_AT_HAND)(self._new_account)
         _LEDGERS.add(self)
@@ -207,7 +202,7 @@ class Ledger:
                 ceiling; one process is told, once per window.
         """
         account, name = self._account(tenant), check_name(run, "run")
-        made = LedgerRun(self._heartbeat, self._reservations, account, name, on_kill, on_warning)
+        made = LedgerRun(self._reservations, account, name, on_kill, on_warning)
         made.open()
         return made
 

@@ -12,7 +12,7 @@ import pytest
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import Key, Ledger, LedgerRefused
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_nano
-from budgetguard_core.ledger.reservation import Reservation
+from budgetguard_core.ledger.runs import Reservation
 from budgetguard_core.testing import ManualClock
 from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until
 

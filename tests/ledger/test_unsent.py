@@ -166,7 +166,7 @@ def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opene
     run = ledger.attach("run", "acme", on_kill=id, on_warning=told.append)
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        ledger._heartbeat.warn(WINDOWS)
+        ledger._heartbeat.warn(WINDOWS[0])
     run.close()
     assert told == [Warned("acme", "tenant_daily", "d:2026-11-22")]
 
