@@ -65,6 +65,7 @@ class Connection:
         self._failed_ns: int | None = None
         self._failure = LedgerUnreachable("")
         self._store: Store | None = None
+        self._inherited: list[Store] = []
         self._skew = 0.0
         self.trips = 0
         self._begin()
@@ -190,8 +191,12 @@ class Connection:
     def forked(self) -> None:
         """Leave the connection to the parent process."""
         self._begin()
-        if self._store is not None:
+        if isinstance(self._store, SqliteLedgerStore):
             self._store.forked()
+        elif self._store is not None:
+            # Collected here, it would say good-bye to the server in the parent's name.
+            self._inherited.append(self._store)
+            self._store = None
 
     def close(self) -> None:
         """Close the connection; the next step opens it again."""

@@ -61,19 +61,14 @@ class RedisLedgerStore:
         self._conf, self._flags = f"{self._prefix}:conf", f"{self._prefix}:flags"
         self._missing: type[Exception] = NoScriptError
         client: Any = redis.Redis
-        self._connect: Callable[[], Any] = lambda: client.from_url(url, **options)
         try:
-            self.forked()
+            self._client: Any = client.from_url(url, **options)
             self._check_server()
         except (ValueError, TypeError):  # an option that redis-py does not take
             raise ConfigurationError(
                 "a ledger's URL must be one that redis-py understands, got another. "
                 "Use redis://host:6379/0."
             ) from None
-
-    def forked(self) -> None:
-        """Leave the connections to the parent process; called in a forked child."""
-        self._client: Any = self._connect()
 
     def close(self) -> None:
         """Close the connections."""

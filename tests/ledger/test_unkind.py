@@ -220,14 +220,10 @@ def test_attempts_that_fail_leave_no_file_open(sqlite, opened):
     assert open_files() <= before + 2
 
 
-def test_a_store_that_is_closed_may_be_closed_and_forked_again(place):
+def test_a_store_that_is_closed_may_be_closed_again(place):
     store = place.store()
     store.close()
-    store.forked()
     store.close()
-    again = place.store()
-    assert again.identity()
-    again.close()
 
 
 @pytest.mark.slow

@@ -149,12 +149,11 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     ledger = opened(place)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.obtain(Amount(CENT, 1))
-    store = ledger.connection.store()
     monkeypatch.setattr(ledgers, "_LEDGERS", [ledger])
     ledgers._before_fork()
     ledgers._forked()
     assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
-    for left in getattr(store, "_inherited", ()):  # a connection, or a pool
+    for left in ledger.connection._inherited:
         left.close()
     ledgers._close_all()
     assert ledger.connection._store is None
