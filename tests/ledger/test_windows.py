@@ -39,6 +39,8 @@ def test_days_and_months_tile_in_every_zone():
         ("America/St_Johns", dt.date(2010, 11, 7), 25),
         ("America/Toronto", dt.date(1919, 3, 30), 24),  # after 23:30 comes 00:30
         ("America/Toronto", dt.date(1919, 3, 31), 23),
+        ("Australia/Lord_Howe", dt.date(2026, 10, 4), 23.5),
+        ("Australia/Lord_Howe", dt.date(2026, 4, 5), 24.5),
     ],
 )
 def test_clocks_that_change_move_an_edge_and_leave_no_gap(zone, day, hours):
