@@ -189,14 +189,14 @@ class RedisLedgerStore:
 
 def _hold(hold_id: str, text: str) -> HoldRecord:
     figures, *memo = text.split(SEPARATOR)
-    state, *numbers = figures.split()
-    made, owner, windows = memo or ("0", "", "")
+    state, numbers = figures.split(" ", 1)
+    expires, made, owner, windows = memo or ("0", "0", "", "")
     return HoldRecord(
         id=hold_id,
         owner=owner,
-        charge=Amount(*map(int, numbers[:4])),
+        charge=Amount.of_text(numbers),
         closed=state == "c",
         made=float(made),
-        expires=float(numbers[4]) if state == "o" else 0.0,
+        expires=float(expires),
         windows=pairs_of(windows),
     )

@@ -11,12 +11,9 @@ local A, call, num, format, sub, SEP = ARGV, redis.call, tonumber, string.format
 local taking, ledger, memo, nf, nw = A[1] == 'reserve', A[2], A[13], num(A[14]), num(A[15])
 local ask = {num(A[4]), num(A[5]), num(A[6]), num(A[7])}
 
-local function figures(text, count)
+local function figures(text)
   local found = {}
-  for figure in string.gmatch(text, '%d+') do
-    found[#found + 1] = num(figure)
-    if #found == count then break end
-  end
+  for figure in string.gmatch(text, '%d+') do found[#found + 1] = num(figure) end
   return found
 end
 local function join(list)
@@ -41,7 +38,7 @@ if ledger ~= '' and (conf[1] ~= ledger or seq < num(A[3])) then
 end
 
 local h = call('GET', KEYS[3])
-local before, open = figures(h or '0 0 0 0', 4), h and sub(h, 1, 1) == 'o'
+local before, open = figures(string.match(h or '0 0 0 0', '[^\31]+')), h and sub(h, 1, 1) == 'o'
 local counted = open and {0, 0, 0, 0} or before
 if open and sub(h, -#memo - 1) ~= SEP .. memo then return answer('windows') end
 local after, same = {}, h and not open
@@ -63,12 +60,12 @@ end
 for i = 1, nw do
   local a = 15 + nf + 7 * (i - 1)
   local got = call('HGET', KEYS[3 + i], A[a + 2])
-  local row = figures(got or '0 0 0 0 0 0 0 0 0 0 0 0 0', 13)
+  local row = figures(got or '0 0 0 0 0 0 0 0 0 0 0 0 0')
   row.fresh = not got
   if taking then
     local stored = conf[2 + 2 * i] or conf[3 + 2 * i]
     for d = 1, 4 do row[8 + d] = num(A[a + 3 + d]) end
-    local limit = stored and figures(stored, 4) or {unpack(row, 9, 12)}
+    local limit = stored and figures(stored) or {unpack(row, 9, 12)}
     local near = false
     for d = 1, 4 do
       local used = row[d] + ask[d]
@@ -100,7 +97,8 @@ for i = 1, nw do
   if row.fresh then call('EXPIRE', KEYS[3 + i], 400 * 86400) end
 end
 if taking then
-  call('SET', KEYS[3], 'o ' .. join(after) .. ' ' .. format('%.3f', now + A[10]) .. SEP .. at .. SEP .. A[12] .. SEP .. memo)
+  local facts = {'o ' .. join(after), format('%.3f', now + A[10]), at, A[12], memo}
+  call('SET', KEYS[3], table.concat(facts, SEP))
 else
   call('SET', KEYS[3], 'c ' .. join(after), 'EX', A[11])
 end
