@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from budgetguard_core.clock import Clock
@@ -21,16 +21,14 @@ from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
 from budgetguard_core.ledger.in_thread import InThread
+from budgetguard_core.ledger.postgres import PostgresLedgerStore
+from budgetguard_core.ledger.redis import RedisLedgerStore
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step
 from budgetguard_core.ledger.windows import CALENDAR, RUN, check_name
 
-if TYPE_CHECKING:
-    from budgetguard_core.ledger.postgres import PostgresLedgerStore
-    from budgetguard_core.ledger.redis import RedisLedgerStore
-
 _R = TypeVar("_R")
-Store: TypeAlias = "SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore"
+Store: TypeAlias = SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore
 """One of the three stores. Every method is one bounded trip, may be called from any thread, may be
 repeated, and raises `LedgerUnreachable` when the store does not answer."""
 
@@ -252,6 +250,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
             "Use ?windows=run."
         )
     kinds = CALENDAR if windows is None else RUN
+    opened: Callable[[], Store]
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.scheme == "sqlite":
         path = unquote(parts.path)
@@ -284,31 +283,20 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
             )
         name = check_name(options.pop("name", "budgetguard"), "name")
         options.pop("decode_responses", None)
-        open_redis = partial(_open_redis, f"{bare}?{urlencode(options)}", name, timeout)
-        shown = f"{shown}?name={name}"
-        return Address(shown, fingerprint, open_redis, kinds, LARGEST_CEILING_IN_LUA)
+        full, shown = f"{bare}?{urlencode(options)}", f"{shown}?name={name}"
+        opened = partial(RedisLedgerStore, full, name=name, timeout=timeout)
+        return Address(shown, fingerprint, opened, kinds, LARGEST_CEILING_IN_LUA)
     if parts.scheme in ("postgresql", "postgres"):
         _need("postgres", "PostgreSQL", "psycopg", "psycopg_pool")
         query = urlencode(options, quote_via=quote)  # libpq takes no + for a space
-        open_postgres = partial(_open_postgres, f"{bare}?{query}" if query else bare, timeout)
-        return Address(shown, fingerprint, open_postgres, kinds)
+        full = f"{bare}?{query}" if query else bare
+        opened = partial(PostgresLedgerStore, full, timeout=timeout)
+        return Address(shown, fingerprint, opened, kinds)
     raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
 
 
 def _fingerprint(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:16]
-
-
-def _open_redis(url: str, name: str, timeout: float) -> Store:
-    from budgetguard_core.ledger.redis import RedisLedgerStore
-
-    return RedisLedgerStore(url, name=name, timeout=timeout)
-
-
-def _open_postgres(url: str, timeout: float) -> Store:
-    from budgetguard_core.ledger.postgres import PostgresLedgerStore
-
-    return PostgresLedgerStore(url, timeout=timeout)
 
 
 def _need(extra: str, what: str, *modules: str) -> None:
