@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from budgetguard_core.errors import BudgetGuardError, ConfigurationError
-from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount, to_dollars
+from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount
 from budgetguard_core.ledger.ceilings import Ceilings, ceiling_of
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import (
@@ -39,6 +39,10 @@ _DELIVERY_SECONDS = 0.3
 """Of one beat: what is left is sent behind the next look at the kill switches."""
 _ATTEMPTS = 3
 """To name the windows that the store's clock lies in."""
+_TAKEN = (
+    "reservation_id must name one reservation, got one of another tenant or day, or of less. "
+    "Use another name for another call."
+)
 
 
 class Reservation:
@@ -102,10 +106,7 @@ class Reservations:
         try:
             answer = self._ask(account, made)
         except OtherWindows:
-            raise ConfigurationError(
-                "reservation_id must name one reservation, got one of another tenant or day. "
-                "Use another name for another call."
-            ) from None
+            raise ConfigurationError(_TAKEN) from None
         except LedgerUnreachable as error:
             if error.is_absent and self._allows:
                 return self._allow(made, error)
@@ -123,11 +124,7 @@ class Reservations:
         if answer.status != "ok":
             return refusal_of(answer, made.windows)
         if amount.exceeds(answer.amount):
-            raise ConfigurationError(
-                "reservation_id must name one reservation, got one that was made of "
-                f"${to_dollars(answer.amount.usd)} and {answer.amount.tokens} tokens for more. "
-                "Use another name for another call."
-            )
+            raise ConfigurationError(_TAKEN)
         for place, window in enumerate(made.windows):
             if answer.warn >> place & 1:
                 self.heartbeat.warn(window)
