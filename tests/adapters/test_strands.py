@@ -912,15 +912,6 @@ def test_an_agent_made_inside_a_tool_spends_the_same_budget(kind, counter):
     assert script.calls + below.calls == guard.usage.model_calls == 5
 
 
-def test_a_child_with_a_budget_of_its_own_gets_at_most_what_is_left(counter):
-    child = worker(counter, BudgetHookProvider(Budget(max_iterations=100)))
-    guard = Guard(Budget(max_model_calls=6))
-    script = Script([calls("worker")])
-    agent = made(script, child.as_tool(), hooks=[BudgetHookProvider(guard)])
-    assert agent("Go.").stop_reason == "max_model_calls"
-    assert (script.calls, child.model.script.calls) == (1, 5)
-
-
 def test_a_child_with_a_guard_of_another_tree_is_bounded_by_both(counter):
     other = Guard(Budget(max_iterations=100))
     child = worker(counter, BudgetHookProvider(other))

@@ -346,23 +346,3 @@ def test_the_approved_call_of_a_batch_with_a_trip_runs(place, counter, tmp_path)
     assert len(counter.started) == 1
     assert result.stop_reason == "max_tool_calls"
     assert is_valid(at)
-
-
-def test_a_call_that_a_person_rejects_is_no_tool_call():
-    sent = []
-    provider = BudgetHookProvider(Budget(max_tool_calls=1))
-    script = Script(
-        [
-            calls(Call("send", "a")),
-            calls(Call("send", "b")),
-            says("Done."),
-        ]
-    )
-    agent = made(script, send_tool(sent), hooks=[Asks(), provider])
-    result = agent("Go.")
-    result = agent(answers(result, "no"))
-    assert result.stop_reason == "interrupt"
-    result = agent(answers(result, "yes"))
-    assert sent == ["b"]
-    assert result.stop_reason == "end_turn"
-    assert provider.outcome(agent).usage.tool_calls == 1
