@@ -49,7 +49,7 @@ class Recorder(agents.RunHooks[Any]):
         self.is_server_side = server_side
         self.location = location
         self.session = kit.Session(run, ITEMS, location)
-        self.session.main.prompt = kit.Prompt(server_side=server_side)
+        self.session.prompt = kit.Prompt(server_side=server_side)
         self.context: Any = None
         modes = [one.mode for guard in run.guards for one in guard.lineage]
         self.is_off = all(mode is Mode.OFF for mode in modes)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_dollars, to_nano
+from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceilings, to_dollars, to_nano
 
 
 @given(st.integers(-(10**25), 10**25))
@@ -28,11 +28,17 @@ def test_money_is_rounded_up_once():
 
 
 @pytest.mark.parametrize(
-    "usd", [-1, Decimal("NaN"), float("inf"), "1", True, None, Decimal("1e40")]
+    "usd",
+    [
+        *(-1, float("inf"), float("-inf"), -5e-324, 10**5000, 1e308, "1", True, None),
+        *map(Decimal, ("NaN", "sNaN", "-NaN", "-1E-30", "1e40")),
+    ],
+    ids=range(14),
 )
 def test_what_is_no_amount_is_refused(usd):
-    with pytest.raises(ConfigurationError, match="usd must be"):
+    with pytest.raises(ConfigurationError, match=r"^usd must be .* Use .*\.$") as refused:
         to_amount(usd, 0)
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5, "1", True, None])
@@ -47,8 +53,21 @@ def test_a_step_that_no_store_can_count_is_refused(step):
         to_amount(*step)
 
 
-@pytest.mark.parametrize("ceiling", [(0, None), (None, 0), (None, True), (None, -5), (-1, None)])
+@pytest.mark.parametrize(
+    "ceiling",
+    [
+        {"daily_usd": 0},
+        {"daily_tokens": 0},
+        {"run_tokens": True},
+        {"run_usd": -1},
+        {"daily_usd": ""},
+    ],
+    ids=str,
+)
 def test_a_ceiling_is_more_than_nothing(ceiling):
-    with pytest.raises(ConfigurationError):
-        to_ceiling(*ceiling)
-    assert to_ceiling(None, None) == Amount()
+    with pytest.raises(ConfigurationError, match=r"must be .*got .*\. Use "):
+        to_ceilings(ceiling, "dmr", 2**62)
+
+
+def test_a_ceiling_of_none_is_kept_as_zero():
+    assert to_ceilings({"daily_usd": None}, "d", 2**62) == {"d": Amount()}

@@ -144,7 +144,7 @@ def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place
         ):
             with pytest.raises(ConfigurationError, match=words):
                 make()
-        assert ledger._runs.all() == []
+        assert ledger._heartbeat.all() == []
         Guard(mode="observe", ledger=ledger, tenant="acme")  # bounds nothing anyhow
         ledger.set_ceilings("acme", monthly_tool_calls=5)
         assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
@@ -152,13 +152,6 @@ def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place
         assert isinstance(spend(Guard(ledger=ledger, tenant="beta")), Admit)
         ledger.set_ceilings(None, daily_usd=1)
         assert isinstance(spend(Guard(ledger=ledger, tenant="gamma")), Admit)
-
-
-def test_two_runs_of_a_tenant_share_its_ceiling(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=1)
-    guards = [Guard(ledger=ledger, tenant="acme") for _ in range(2)]
-    made = sum(isinstance(spend(guards[turn % 2]), Admit) for turn in range(14))
-    assert made == 10
 
 
 def test_threads_of_many_runs_never_pass_it(sqlite, opened):
@@ -598,16 +591,16 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     spend(guard)
     conclude(guard, "paused", None)
-    assert len(ledger._runs.all()) == 1
+    assert len(ledger._heartbeat.all()) == 1
     conclude(guard, "completed", "completed")
-    assert len(ledger._runs.all()) == 0
+    assert len(ledger._heartbeat.all()) == 0
     spend(guard)  # shared by another run
-    assert len(ledger._runs.all()) == 1
+    assert len(ledger._heartbeat.all()) == 1
     lost = Guard(ledger=ledger, tenant="acme")
     del guard, lost
     gc.collect()
     ledger.beat()
-    wait_until(lambda: not ledger._runs.all())
+    wait_until(lambda: not ledger._heartbeat.all())
 
 
 def test_the_stop_is_in_the_log(sqlite, opened):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from budgetguard_core.kit import ModelCall, TokenUsage
 from budgetguard_core.ledger import LedgerRefused, LedgerUnreachable
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.outbox import Outbox
-from budgetguard_core.ledger.runs import Heartbeat
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
 from budgetguard_core.testing import ManualClock
-from ledger_servers import Place, need, seconds
+from ledger_servers import Place, need
 
 WINDOWS = (Window("acme", "d:2026-11-22", 0.0, 0.0), Window("acme", "m:2026-11", 0.0, 0.0))
 
@@ -63,7 +61,7 @@ def test_a_call_without_figures_is_refused_all_the_same(place, opened):
 def test_a_ledger_that_is_used_again_charges_nothing_twice(sqlite, opened, monkeypatch):
     ledger = opened(sqlite, on_ledger_error="allow")
     with monkeypatch.context() as patch:
-        for name in ("send", "take", "ask"):
+        for name in ("send", "ask"):
             patch.setattr(ledger.connection, name, silent)
         reservation = ledger.reserve("acme", usd=1)
         reservation.settle(0.25)
@@ -79,7 +77,7 @@ def test_a_call_that_a_new_process_sent_while_it_was_under_way_is_charged_as_res
 ):
     ledger = opened(sqlite, on_ledger_error="allow")
     with monkeypatch.context() as patch:
-        patch.setattr(ledger.connection, "take", silent)
+        patch.setattr(ledger.connection, "send", silent)
         reservation = ledger.reserve("acme", usd=1)
     opened(sqlite).beat()
     reservation.settle(0.25)
@@ -183,22 +181,6 @@ def test_a_child_is_held_by_the_tenant_of_the_run_around(sqlite, opened):
     assert guard.trip is not None
 
 
-def test_threads_find_the_store_gone_within_two_time_outs(opened):
-    ledger = opened("redis://127.0.0.1:1/0", timeout=0.3)
-    run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(run.obtain(Amount(1, 1)))) for _ in range(32)
-    ]
-    started = seconds()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 32
-    assert seconds() - started < 30
-
-
 def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -221,14 +203,10 @@ def test_attempts_that_fail_leave_no_file_open(sqlite, opened):
     assert open_files() <= before + 2
 
 
-def test_a_store_that_is_closed_may_be_closed_and_forked_again(place):
+def test_a_store_that_is_closed_may_be_closed_again(place):
     store = place.store()
     store.close()
-    store.forked()
     store.close()
-    again = place.store()
-    assert again.identity()
-    again.close()
 
 
 @pytest.mark.slow
@@ -251,21 +229,6 @@ def test_long_lists_in_redis_come_in_whole(tmp_path, monkeypatch):
         place.remove()
 
 
-def test_a_heartbeat_that_another_thread_began_is_not_begun_twice():
-    heartbeat = Heartbeat(lambda: False, lambda: False)
-
-    class First:
-        def __enter__(self):
-            heartbeat._thread = threading.current_thread()
-
-        def __exit__(self, *_):
-            pass
-
-    heartbeat._lock = First()
-    heartbeat.wake()
-    assert heartbeat._thread is threading.current_thread()
-
-
 def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
     tmp_path, opened, monkeypatch
 ):
@@ -279,7 +242,7 @@ def test_postgres_forgets_what_was_settled_long_ago_and_waits_for_no_lock(
         ledger.connection._pause_ns = 0
         ledger.reserve("acme", usd=1).settle(1)
         with psycopg.connect(place.url) as other:
-            other.execute("UPDATE bg_holds SET expires = clock_timestamp() - interval '1 second'")
+            other.execute("UPDATE bg_holds SET expires = 0")
             other.commit()
             ledger.reserve("acme", usd=2).settle(1)
             ((count, spent),) = other.execute(
@@ -311,5 +274,5 @@ def test_processes_of_a_few_steps_forget_what_was_settled_long_ago(tmp_path, ope
             import psycopg
 
             with psycopg.connect(place.url) as other:
-                other.execute("UPDATE bg_holds SET expires = expires - interval '2 days'")
+                other.execute("UPDATE bg_holds SET expires = 0")
     place.remove()

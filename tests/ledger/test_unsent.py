@@ -12,6 +12,7 @@ from budgetguard_core.ledger import ledger as ledgers
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
 from ledger_servers import ZONE
@@ -54,25 +55,6 @@ def test_a_report_that_the_store_refuses_to_hear_is_dropped_and_the_rest_is_sent
     assert (sent, len(outbox)) == (["right"], 0)
 
 
-def test_a_queue_that_no_store_takes_stays_and_holds_up_nothing_else(
-    sqlite, opened, tmp_path, caplog
-):
-    ledger = opened(sqlite)
-    folder = ledger._outbox._folder
-    windows = [["acme", "d:2026-11-22"], ["acme", "m:2026-11"]]
-    damaged = {"id": "a", "op": 1, "windows": windows, "spent": [10**30, 1], "owner": ""}
-    folder.mkdir(parents=True)
-    for name in "ac":
-        (folder / f"{name}.json").write_text(json.dumps(damaged))
-    Outbox(folder).record(report("b"))
-    ledger.beat()
-    assert [hold.id for hold in ledger.holds()] == ["b"]
-    assert sorted(path.name for path in folder.iterdir()) == ["a.rejected", "c.rejected"]
-    assert caplog.text.count("a report that no store can count") == 2
-    ledger.beat()
-    assert caplog.text.count("no store can count") == 2
-
-
 def test_what_dead_processes_left_does_not_go_before_what_waits_here(sqlite, opened, monkeypatch):
     ledger = opened(sqlite, daily_usd=1)
     with monkeypatch.context() as patch:
@@ -107,17 +89,6 @@ def unreachable(sqlite, tmp_path, **options):
     return Ledger(sqlite.url, on_ledger_error="allow", timeout=0.1, time_zone=ZONE, **options)
 
 
-def test_an_exact_call_that_is_allowed_is_charged_when_the_store_answers(sqlite, tmp_path):
-    with unreachable(sqlite, tmp_path, queue=tmp_path / "queue") as ledger:
-        reservation = ledger.reserve("acme", usd=1)
-        sqlite.path.rmdir()
-        ledger.connection._pause_ns = 0
-        reservation.settle(0.5)
-        ledger.beat()
-        day = ledger.usage("acme").daily
-        assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
-
-
 def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, caplog):
     queue = tmp_path / "queue"
     queue.write_text("a file where the folder should be")
@@ -127,8 +98,8 @@ def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, cap
         with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
             ledger.reserve("acme", usd=1)
         run.report(Amount(CENT, 1))
-        assert not ledger._runs.tick()
-        assert ledger._runs.is_needed()
+        assert not ledger._heartbeat.tick()
+        assert len(ledger._outbox) == 1
     assert "queue of unsent reports must be writable" in caplog.text
 
 
@@ -138,8 +109,8 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ledger._runs, "all", fail)
-    assert ledger._runs.tick() is False
+    monkeypatch.setattr(ledger._heartbeat, "all", fail)
+    assert ledger._heartbeat.tick() is False
     assert "the heartbeat failed: RuntimeError" in caplog.text
     assert "secret" not in caplog.text
 
@@ -148,13 +119,11 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     ledger = opened(place)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.obtain(Amount(CENT, 1))
-    ledger._heartbeat.stop(60)
-    store = ledger.connection.store()
     monkeypatch.setattr(ledgers, "_LEDGERS", [ledger])
     ledgers._before_fork()
     ledgers._forked()
     assert ledger.usage("acme").daily.reserved_usd >= Decimal("0.01")
-    for left in getattr(store, "_inherited", ()):  # a connection, or a pool
+    for left in ledger.connection._inherited:
         left.close()
     ledgers._close_all()
     assert ledger.connection._store is None
@@ -166,7 +135,7 @@ def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opene
     run = ledger.attach("run", "acme", on_kill=id, on_warning=told.append)
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        ledger._runs.warn(WINDOWS)
+        ledger._heartbeat.warn(WINDOWS[0])
     run.close()
     assert told == [Warned("acme", "tenant_daily", "d:2026-11-22")]
 
@@ -180,20 +149,13 @@ def test_a_redis_url_that_its_client_does_not_take_is_refused(url):
         RedisLedgerStore(url)
 
 
-def test_sqlite_has_three_ways_to_write(tmp_path):
-    from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.sqlite import SqliteLedgerStore
-
-    with pytest.raises(ConfigurationError, match="synchronous must be one of"):
-        SqliteLedgerStore(tmp_path / "a", synchronous="sometimes")
+def test_a_file_that_cannot_be_made_is_no_ledger(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LedgerUnreachable, match="must be writable"):
+    with pytest.raises(LedgerUnreachable, match="must be usable, got File exists"):
         SqliteLedgerStore(tmp_path / "file" / "a")
 
 
 def test_a_relative_file_stays_the_same_ledger_wherever_its_process_goes(tmp_path, monkeypatch):
-    from budgetguard_core.ledger.sqlite import SqliteLedgerStore
-
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     store = SqliteLedgerStore("ledger.sqlite3")
