@@ -20,7 +20,7 @@ AREAS = {
         1_500,
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
-    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 4_861, 2_700),
+    "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 4_820, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_831, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_052, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_100, 2_100),
