@@ -204,7 +204,7 @@ def _has_ended(state: StateSnapshot, key: str | None) -> bool:
 
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
-    """Return whether a thread holds more than a run wrote at its end, or at the begin of that."""
+    """Return whether a thread holds more than a run wrote when it ended (`folded`)."""
     messages, told = messages_of(state.values, key), messages_of(folded.values, key)
     if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
         return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import operator
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any, TypedDict
 
@@ -813,9 +815,13 @@ async def test_nothing_of_a_run_whose_result_is_gone_stays_in_memory(way, mode):
     guard = Guard(Budget(max_iterations=2, loop_detection=None))
     middleware = [BudgetMiddleware(Budget(max_iterations=2))] if way == "middleware" else []
     agent = create_agent(ScriptedChat(script=sticky()), [search], middleware=middleware)
-    with attached(agent, "callback" if way == "middleware" else way, guard) as (graph, config):
-        config = {} if way == "middleware" else config
-        result = await run(graph, user(), config, mode)
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor() as pool:  # its threads hold what they have done last
+        loop.set_default_executor(pool)
+        with attached(agent, "callback" if way == "middleware" else way, guard) as (graph, config):
+            config = {} if way == "middleware" else config
+            result = await run(graph, user(), config, mode)
+    loop.set_default_executor(ThreadPoolExecutor())
     known = weakref.ref(result["messages"][-1])
     del result, graph, config
     guard = None
