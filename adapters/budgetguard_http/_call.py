@@ -21,9 +21,8 @@ from budgetguard_core.kit import (
 )
 from budgetguard_http._billing import TIERS, tier_of
 from budgetguard_http._conversations import Conversation, Traffic
-from budgetguard_http._policy import Policy
 from budgetguard_http._posted import Posted
-from budgetguard_http._refusal import Refusal, RunStopped
+from budgetguard_http._refusal import Made, RunStopped, refusal_text, refused
 from budgetguard_http._runs import is_own, traffic_of
 from budgetguard_http.protocols import OPAQUE
 from budgetguard_http.protocols.fields import Body, parsed, record
@@ -53,7 +52,6 @@ class Call:
         at: The run that has admitted it: that of its conversation, or the same.
         opened: Its admission.
         posted: The request.
-        policy: What is exempt, and whether usage is asked for.
         traffic: What is remembered of the run's calls.
         conversation: The conversation that it goes on; None where a layer above knows that.
         length: How many turns the request has, as its caller has them.
@@ -64,7 +62,6 @@ class Call:
     at: Run
     opened: OpenModelCall
     posted: Posted
-    policy: Policy
     traffic: Traffic
     conversation: Conversation | None
     length: int
@@ -87,7 +84,7 @@ class Call:
             return None
         bound, conversation = opened.max_output_tokens, self.conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
-        may_ask = posted.is_streamed and self.policy.ask_for_usage
+        may_ask = posted.is_streamed and posted.policy.ask_for_usage
         told = [] if conversation is None else conversation.nudges
         if opened.nudge is not None:
             # Until there is an answer: an attempt that failed has told nobody.
@@ -153,7 +150,7 @@ class Call:
         if usage is None or usage.estimated:
             self._project()
         at, cost = self.at, self._cost
-        own = _price(self.run, self.posted, self.policy, usage, self._tier)
+        own = _price(self.run, self.posted, usage, self._tier)
         if cost is None or own is _FREE:
             cost = own
         at.answered(opened, usage, text="".join(answer.text), model=answer.model, cost_usd=cost)
@@ -225,14 +222,14 @@ class Call:
         """Take the call back: no model was called."""
         self.at.take_back(self.opened)
 
-    def refusal(self, trip: Trip | None) -> Refusal:
+    def refusal(self, trip: Trip | None) -> Made:
         """Return what the client gets after the call was taken back, or cut."""
         ended = trip or self.run.check() or self.run.guard.trip
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
         if self.conversation is not None:
             self.conversation.missed(self.posted.body)
-        return Refusal(self.run, self.posted, ended, is_side_call=False)
+        return refused(self.run, self.posted, ended)
 
     def _project(self) -> None:
         call = self.opened.call
@@ -240,7 +237,7 @@ class Call:
             call.input_tokens = _projected(self.posted, None)
 
 
-def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
+def begin(run: Run, posted: Posted) -> Call | Made:
     """Ask for a call: admitted, or refused with what its client gets instead."""
     frame = current()
     above = None if frame is None else frame.call
@@ -266,16 +263,15 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     if _is_capped(asked):
         call.input_tokens = _projected(posted, conversation)
     most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
-    call.cost_usd = _price(run, posted, policy, most, posted.tier)
+    call.cost_usd = _price(run, posted, most, posted.tier)
     opened = asked.model_call(call, may_fall_back=_names_its_model(posted))
     if isinstance(opened, Stop):
-        trip = opened.trip
-        refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.stopped(conversation, trip, body, refusal.text)
-        return refusal
+            traffic.stopped(conversation, opened.trip, body, refusal_text(run, posted))
+        is_side_call = not (is_below or is_own(run))
+        return refused(run, posted, opened.trip, is_side_call=is_side_call)
     posted.model = opened.fallback_model or posted.model
-    return Call(run, asked, opened, posted, policy, traffic, conversation, len(turns))
+    return Call(run, asked, opened, posted, traffic, conversation, len(turns))
 
 
 def _names_its_model(posted: Posted) -> bool:
@@ -293,11 +289,9 @@ def _priced_as(posted: Posted) -> str | None:
     return f"{posted.model} ({posted.tier})"
 
 
-def _price(
-    run: Run, posted: Posted, policy: Policy, usage: TokenUsage | None, tier: str | None
-) -> Decimal | None:
+def _price(run: Run, posted: Posted, usage: TokenUsage | None, tier: str | None) -> Decimal | None:
     """Return what a call costs by its exemption or its tier; None for the price book's."""
-    if policy.is_exempt(posted.model):
+    if posted.policy.is_exempt(posted.model):
         return _FREE
     if usage is None:
         return None

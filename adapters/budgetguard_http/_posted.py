@@ -35,7 +35,7 @@ class Posted:
         provider: Whose price it has; None for whoever has the model.
         is_streamed: The answer comes as a stream.
         is_signed: A signature covers the body: it must go out as it is.
-        is_unwanted: It is not understood, and such requests are refused.
+        policy: What is exempt, refused and asked for.
         is_retry: Its client says that it tries again.
         tier: The tier of service that it asks for; None for the default.
     """
@@ -48,9 +48,14 @@ class Posted:
     provider: str | None
     is_streamed: bool
     is_signed: bool
-    is_unwanted: bool
+    policy: Policy
     is_retry: bool
     tier: str | None
+
+    @property
+    def is_unwanted(self) -> bool:
+        """True if it is not understood, and such requests are refused."""
+        return self.protocol is OPAQUE and self.policy.on_unknown == "refuse"
 
 
 def _model_of_a_form(raw: bytes) -> str | None:
@@ -98,6 +103,6 @@ def read_posted(
         tier=tier_of(body),
         is_streamed=protocol.is_streamed(path, body),
         is_signed=headers.get("authorization", "").startswith(_SIGNED),
-        is_unwanted=protocol is OPAQUE and policy.on_unknown == "refuse",
+        policy=policy,
         is_retry=headers.get("x-stainless-retry-count", "0") not in ("0", ""),
     )

@@ -27,7 +27,7 @@ from budgetguard_http._flight import Flight
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
 from budgetguard_http._posted import may_be_posted, plain_path, read_posted
-from budgetguard_http._refusal import REFUSED, Refusal, respond, unknown_refused
+from budgetguard_http._refusal import REFUSED, Made, respond, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
@@ -99,13 +99,13 @@ class Seam:
         mod = module_of(request)
         if posted.is_unwanted:
             return respond(mod, request, unknown_refused())
-        call = begin(run, posted, policy)
-        if isinstance(call, Refusal):
-            return respond(mod, request, call.content())
+        call = begin(run, posted)
+        if isinstance(call, Made):
+            return respond(mod, request, call)
         try:
             held = yield from call.run.waited(call.opened)
             if isinstance(held, Stop):
-                return respond(mod, request, call.refusal(held.trip).content())
+                return respond(mod, request, call.refusal(held.trip))
             exchange.flight = None if exchange.is_async else Flight(run)
             # An adapter above cuts its own calls, but for those that block.
             is_mine = exchange.is_async and call.opened.above is None
@@ -125,7 +125,7 @@ class Seam:
         finally:
             if exchange.flight is not None and not exchange.is_kept:
                 exchange.flight.close()
-        return respond(mod, request, call.refusal(ended).content())
+        return respond(mod, request, call.refusal(ended))
 
     def _found(self, request: Any) -> _Found | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""

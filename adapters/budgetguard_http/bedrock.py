@@ -20,7 +20,7 @@ from budgetguard_http._flight import Flight
 from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
 from budgetguard_http._policy import ClientOptions, Policy
 from budgetguard_http._posted import read_posted
-from budgetguard_http._refusal import Made, Refusal, unknown_refused
+from budgetguard_http._refusal import Made, unknown_refused
 from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, Stream, passed
 from budgetguard_http.protocols import is_path_of_a_model
@@ -119,16 +119,16 @@ class Hooks:
         if posted is None:
             return
         if posted.is_unwanted:
-            self._next.answer = unknown_refused
+            self._next.answer = unknown_refused()
             return
         posted.is_retry = request.context.get("retries", {}).get("attempt", 1) > 1
-        call = begin(run, posted, policy)
+        call = begin(run, posted)
         if isinstance(call, Call):
             held = call.run.wait(call.opened)
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
-        if isinstance(call, Refusal):
-            self._next.answer = call.content
+        if isinstance(call, Made):
+            self._next.answer = call
             return
         content = call.content()
         if content is not None:
@@ -137,12 +137,12 @@ class Hooks:
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
-        answer: Callable[[], Made] | None = getattr(self._next, "answer", None)
+        answer: Made | None = getattr(self._next, "answer", None)
         if answer is None:
             return None
         self._next.answer = None
         made: Any = importlib.import_module("botocore.awsrequest")  # it brings no types
-        status, headers, content = answer()
+        status, headers, content = answer
         # The name by which boto3 tells an error.
         named = {**headers, "x-amzn-errortype": "RunStopped"} if status != 200 else headers
         return made.AWSResponse(request.url, status, made.HeadersDict(named), _Raw(content))
