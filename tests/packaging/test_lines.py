@@ -11,7 +11,7 @@ CORE = "budgetguard_core"
 # present size and the figure behind it is where it has to come to.
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 8_819, 7_200),
-    "kit": ([f"{CORE}/kit/**/*.py"], 6_377, 5_400),
+    "kit": ([f"{CORE}/kit/**/*.py"], 6_418, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 3_583, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_389, 1_300),
     "profiles, telemetry, handoff": (
@@ -25,7 +25,7 @@ AREAS = {
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_064, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_100, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 819, 500),
-    "http": (["adapters/budgetguard_http/**/*.py"], 4_520, 3_900),
+    "http": (["adapters/budgetguard_http/**/*.py"], 4_145, 3_900),
     "cli": (["adapters/budgetguard_cli/**/*.py"], 4_774, 4_200),
 }
 
