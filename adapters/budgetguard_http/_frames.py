@@ -10,8 +10,7 @@ import struct
 import zlib
 from typing import Any, ClassVar, Final
 
-from budgetguard_http.protocols.fields import parsed, record
-from budgetguard_http.protocols.protocol import Event
+from budgetguard_http.protocols.fields import Event, parsed, record
 
 _LONGEST_END: Final = 4
 _CRC: Final = struct.Struct(">I")

@@ -12,12 +12,8 @@ from budgetguard_core.kit import Run, synthetic_metadata, synthetic_text
 from budgetguard_http._frames import frames_at
 from budgetguard_http._posted import Posted
 
-STATUS: Final = 402
-"""Payment Required, the one status of its meaning that no client tries again."""
 REFUSED: Final = "budgetguard_refused"
 """The extension of an answer that no server has made."""
-REASON_HEADER: Final = "x-budgetguard-stop-reason"
-RUN_HEADER: Final = "x-budgetguard-run-id"
 _UNKNOWN: Final = "This request was not sent: what it costs is not known here."
 _UNSENT: Final = (
     "The provider still waits for the results of this request: send unsent_input() before anything "
@@ -74,8 +70,8 @@ def refused(run: Run, posted: Posted, trip: Trip, *, is_side_call: bool = False)
         raise RunStopped(trip)
     # A client of OpenAI's family looks at the last first, whatever the status is.
     headers = {
-        REASON_HEADER: str(trip.reason),
-        RUN_HEADER: run.guard.run_id,
+        "x-budgetguard-stop-reason": str(trip.reason),
+        "x-budgetguard-run-id": run.guard.run_id,
         "x-should-retry": "false",
     }
     protocol, body, model = posted.protocol, posted.body, posted.model or ""
@@ -115,7 +111,8 @@ def respond(mod: Any, request: Any, made: Made) -> Any:
 def _error(text: str, code: str, headers: Mapping[str, str]) -> Made:
     error = {"message": text, "type": code, "code": code}
     body = _json({"type": "error", "message": text, "error": error})
-    return Made(STATUS, {**headers, "content-type": "application/json"}, body)
+    # Payment Required: the one status of its meaning that no client tries again.
+    return Made(402, {**headers, "content-type": "application/json"}, body)
 
 
 def _json(value: Any) -> bytes:
