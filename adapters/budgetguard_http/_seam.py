@@ -31,6 +31,7 @@ from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
 from budgetguard_http.protocols import OPAQUE
 
+_FIRST_PATH = "budgetguard_first_path"
 _IDENTITY = "identity"
 _WAITS = (("retry-after-ms", 1000), ("retry-after", 1))
 _PHASES = ("connect", "read", "write", "pool")
@@ -116,7 +117,8 @@ class Seam:
         if run is None:
             return None
         policy = self._policy_of(run)
-        path = plain_path(request.url.path)
+        # Where it went first: that tells its format.
+        path = plain_path(request.extensions.get(_FIRST_PATH) or request.url.path)
         if not may_be_posted(request.url.host, path, policy) or is_off(run):
             return None
         return run, policy, path
@@ -154,6 +156,9 @@ class Exchange:
         finally:
             FRAME.reset(token)
             request.extensions = own
+        if response.has_redirect_location:
+            # Its client takes the extensions along.
+            request.extensions = {**own, _FIRST_PATH: call.posted.path}
         if flight is not None:
             flight.answered(response)
         if not _is_an_answer(response, call):
@@ -199,8 +204,7 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
         headers = request.headers.copy()
         headers.pop("transfer-encoding", None)  # a request has one of the two
         headers["content-length"] = str(len(content))
-        stream = mod.ByteStream(content)
-        request = mod.Request(request.method, request.url, stream=stream)
+        request = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
         request.headers = headers
         request.read()
     if call.posted.is_streamed and not call.posted.is_signed:
