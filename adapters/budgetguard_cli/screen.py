@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import NoReturn
@@ -64,10 +63,10 @@ def say(*parts: object, errors: bool = False) -> None:
             console.print(part)
 
 
-def write_json(*records: Mapping[str, object]) -> None:
+def write_json(*records: Mapping[str, object], errors: bool = False) -> None:
     """Write one object a line; amounts are strings, so that no digit is lost."""
     for record in records:
-        sys.stdout.write(json.dumps(record, default=str) + "\n")
+        typer.echo(json.dumps(record, default=str), err=errors)
 
 
 def in_dollars(amount: Decimal) -> str:

@@ -33,7 +33,6 @@ class Facts(BaseModel):
 
     run_id: str
     budget: dict[str, Any]
-    ledger_id: str
     ledger: str | None
     tenant: str | None
     started_ns: int
@@ -53,6 +52,7 @@ class RunFolder:
         self._path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0])).parent
         self.logs = self._path / "logs"
         self._alive, self._stop = self._path / "alive", self._path / "stop"
+        self._notes = self._path / "notes"
         self._held: int | None = None
 
     @classmethod
@@ -65,17 +65,17 @@ class RunFolder:
         folder = cls(f"sqlite:///{quote(f'{path}/ledger')}?windows=run&synchronous=normal")
         try:
             (path / "processes").mkdir()
+            folder._notes.touch()
             folder._hold(folder._alive)
             with folder.ledger() as store:
                 _set_ceilings(store, budget)
-                facts = Facts(
-                    run_id=uuid.uuid4().hex,
-                    budget=budget.to_json(),
-                    ledger_id=store.id,
-                    ledger=ledger,
-                    tenant=tenant,
-                    started_ns=SystemClock.monotonic_ns(),
-                )
+            facts = Facts(
+                run_id=uuid.uuid4().hex,
+                budget=budget.to_json(),
+                ledger=ledger,
+                tenant=tenant,
+                started_ns=SystemClock.monotonic_ns(),
+            )
             (path / "facts").write_text(facts.model_dump_json())
             yield folder
         finally:
@@ -88,10 +88,9 @@ class RunFolder:
             raise ProcessLookupError(_GONE)
         return Facts.model_validate_json((self._path / "facts").read_bytes())
 
-    def ledger(self, ledger_id: str | None = None) -> Ledger:
+    def ledger(self) -> Ledger:
         """Return the ledger of the run."""
-        queue = self._path / "queue"
-        return Ledger(self.url, timeout=_TIMEOUT_S, ledger_id=ledger_id, queue=queue)
+        return Ledger(self.url, timeout=_TIMEOUT_S, queue=self._path / "queue")
 
     def enter(self, run_id: str) -> str:
         """Register this process with the run; return its name: of the first one the run's."""
@@ -139,22 +138,18 @@ class RunFolder:
         with suppress(OSError):
             os.utime(self._stop)
 
-    def asked_ns(self) -> int | None:
-        """Return when a call was refused last, or the stop came; None without a stop."""
-        try:
-            return self._stop.stat().st_mtime_ns
-        except OSError:
-            return None
+    def asked_ns(self) -> int:
+        """Return when a call was refused last, or the stop came, by the wall clock."""
+        return self._stop.stat().st_mtime_ns
 
     def note(self, text: str) -> None:
         """Add a note to the report."""
-        with (self._path / "notes").open("a") as file:
+        with self._notes.open("a") as file:
             file.write(f"{' '.join(text.split())[:200]}\n")
 
     def notes(self) -> list[str]:
         """Return what the processes wanted to be said, each once."""
-        notes = self._path / "notes"
-        return [*dict.fromkeys(notes.read_text().splitlines())] if notes.exists() else []
+        return [*dict.fromkeys(self._notes.read_text().splitlines())]
 
 
 def trip_of(reason: StopReason, detail: str, limit: Any = None, used: Any = None) -> Trip:

@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any, Final
 
 from budgetguard_cli.run.folder import ANSWERS, CALLS, QUOTA, TURNS, RunFolder, trip_of
-from budgetguard_core import Budget, StopReason
+from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
 from budgetguard_core.decision import COUNTED, projected_cost
 from budgetguard_core.events import Event, ModelCallRefused, Tripped
 from budgetguard_core.kit import Admit, ModelCall, Violation
-from budgetguard_core.ledger import Ledger, LedgerRefused, Reservation
+from budgetguard_core.ledger import LedgerRefused, Reservation
 from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.plugs import Ask, Ended, Hold, Plug
 from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.run_log import RunLog
 
 OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
 """What each process looks after by itself; it stops no other one."""
@@ -50,23 +51,42 @@ class RunLedger(Plug):
 
     The guard has the same caps, which it reaches last. What the ledger refuses stands against the
     guard only when all calls that it granted before are admitted: a stop would overtake them.
+
+    Raises:
+        OSError: The run is over.
     """
 
     waits = True
 
-    def __init__(self, ledger: Ledger, folder: RunFolder, budget: Budget) -> None:
-        self._ledger = ledger
+    def __init__(self, folder: RunFolder) -> None:
+        self.facts = folder.facts()
+        self.ledger = folder.ledger()
         self._folder = folder
-        self.budget = budget
-        self.forked()
+        self._budget = Budget.from_json(self.facts.budget)
+        self._begin()
 
-    def forked(self) -> None:
-        """Begin anew in a child process."""
+    def _begin(self) -> None:
         self._changed = threading.Condition()
         self._granted: set[Hold] = set()
         """Reserved, and not yet admitted."""
         self._thread = InThread()
         self._sent: Callable[[], object] | None = None
+
+    def guard(self) -> Guard:
+        """Make the guard of this process, and of a child anew: the caps of the whole run."""
+        self._begin()  # what a process has in flight is none of its copy's
+        name = self._folder.enter(self.facts.run_id)
+        guard = Guard(
+            self._budget,
+            run_id=name,
+            sinks=(RunLog(self._folder.logs), _tells(self._folder, name)),
+            ledger=self.facts.ledger,
+            tenant=self.facts.tenant,
+        )
+        guard.start()
+        guard.state.counters.started_ns = self.facts.started_ns
+        guard.state.set_plugs((self, *guard.state.own_plugs))
+        return guard
 
     def send(self, settlement: Callable[[], None]) -> None:
         """Send a settlement; from an event loop in a thread, for which the next call waits."""
@@ -100,18 +120,17 @@ class RunLedger(Plug):
         with self._changed:
             self._changed.wait_for(lambda: not self._granted, _PATIENCE_S)
 
-    def _refuse(self, owner: Any, refused: LedgerRefused) -> Violation | None:
+    def _refuse(self, owner: Any, refused: LedgerRefused) -> tuple[Violation, ...]:
         """Return the cap that is reached; abort where it is none."""
         self._let_in()
         if not refused.key:
             owner.abort(refused.detail)
-            return None
-        reason = StopReason(refused.reason)
-        if refused.key == TURNS:
-            reason = StopReason.MAX_ITERATIONS
-        limit, used = getattr(self.budget, reason), refused.used
+            return ()
+        is_turn = refused.key == TURNS
+        reason = StopReason.MAX_ITERATIONS if is_turn else StopReason(refused.reason)
+        limit, used = getattr(self._budget, reason), refused.used
         detail = f"{reason}={limit} reached: {used} used or reserved by all processes"
-        return Violation(reason=reason, limit=limit, used=used, detail=detail)
+        return (Violation(reason=reason, limit=limit, used=used, detail=detail),)
 
     def reserve(self, owner: Any, ask: Ask) -> bool:
         """Reserve a model call, or the tool calls of a batch."""
@@ -120,8 +139,8 @@ class RunLedger(Plug):
             stop = None if owner.trip is not None else self._folder.stop()
             if stop is not None:
                 self._let_in()
-            for one in () if stop is None else stop.violations:
-                owner.abort(one.detail) if one.reason is StopReason.ABORTED else owner.hold(one)
+                for one in stop.violations:
+                    owner.abort(one.detail) if one.reason == "aborted" else owner.hold(one)
             if stop is not None or ask.asker.trip is not None:
                 return True
         if self._sent is not None:
@@ -130,8 +149,8 @@ class RunLedger(Plug):
             try:
                 self._reserve_model_call(owner, ask, ask.call, link)
             except LedgerRefused as refused:
-                if (found := self._refuse(owner, refused)) is not None:
-                    owner.hold(found)
+                for one in self._refuse(owner, refused):
+                    owner.hold(one)
         else:
             self._reserve_tool_calls(owner, ask)
         return True
@@ -140,8 +159,7 @@ class RunLedger(Plug):
         keys = [ANSWERS if link.answers else CALLS]
         if not call.retry and ITERATIONS not in link.exempt:
             keys.append(TURNS)
-        book = owner.tree.price_book
-        rates = None if call.model is None else book.rates_for(call.model, call.provider)
+        rates = owner.tree.price_book.rates_for(call.model or "", call.provider)
         bound = ask.tokens - call.input_tokens
         is_known = bound > 0
         if not is_known:
@@ -150,7 +168,7 @@ class RunLedger(Plug):
         while True:
             tokens, cost = call.input_tokens + bound, projected_cost(call, rates, bound)
             try:
-                held = self._ledger.reserve(keys, usd=to_usd(cost), tokens=tokens)
+                held = self.ledger.reserve(keys, usd=to_usd(cost), tokens=tokens)
                 break
             except LedgerRefused as refused:
                 if refused.reason == StopReason.MAX_TOTAL_TOKENS:
@@ -160,7 +178,7 @@ class RunLedger(Plug):
                     left = room * bound // max(cost - prompt, 1)
                 else:
                     raise
-                if not is_known and bound and self._is_alone():
+                if not is_known and bound and not self.ledger.run_usage(CALLS).reserved_tokens:
                     bound = 0  # nobody else could pass the cap with it
                 elif is_known and not call.output_is_fixed and call.min_output_tokens <= left:
                     bound = ask.bound = min(left, bound - 1)
@@ -169,9 +187,6 @@ class RunLedger(Plug):
                     raise
         ask.holds += (self._grant(held),)
 
-    def _is_alone(self) -> bool:
-        return not self._ledger.run_usage(CALLS).reserved_tokens
-
     def _reserve_tool_calls(self, owner: Any, ask: Ask) -> None:
         counters = owner.state.counters
         for index, call in enumerate(ask.calls):
@@ -179,50 +194,37 @@ class RunLedger(Plug):
                 continue
             with owner.tree.lock:
                 of_tool = counters.tool(call.name).quotas
-            quotas = {
-                QUOTA.format(n): one for n, one in enumerate(counters.quotas) if one in of_tool
-            }
+            places = enumerate(counters.quotas)
+            quotas = {QUOTA.format(place): one for place, one in places if one in of_tool}
             try:
-                held = self._ledger.reserve([CALLS, *quotas], model_calls=0, tool_calls=1)
+                held = self.ledger.reserve([CALLS, *quotas], model_calls=0, tool_calls=1)
             except LedgerRefused as refused:
                 if refused.key in quotas:  # by the calls of other processes
                     quotas[refused.key].used = quotas[refused.key].limit
                     continue
                 found = self._refuse(owner, refused)
                 if call.kind == "function":
-                    ask.stop_from(index, owner, [] if found is None else [found])
+                    ask.stop_from(index, owner, found)
                     return
-                if found is not None:  # nobody asks before it runs: the next model call is stopped
-                    owner.hold(found)
+                for one in found:  # nobody asks before it runs: the next model call is stopped
+                    owner.hold(one)
             else:
                 ask.hold_for(index, self._grant(held))
 
 
-class Stops:
-    """Tells the other processes of a stop of the whole run, from the events of a process.
+def _tells(folder: RunFolder, name: str) -> Callable[[Event], None]:
+    """Return a sink of the guard of this name: it tells the other processes of its stop."""
+    refusals = Counter[str]()
 
-    Args:
-        folder: Of the run.
-        name: Of the process's guard.
-    """
-
-    def __init__(self, folder: RunFolder, name: str) -> None:
-        self._folder = folder
-        self._name = name
-        self._loops: dict[str, str] = {}
-        self._refusals: Counter[str] = Counter()
-
-    def __call__(self, event: Event) -> None:
-        """Take an event."""
+    def take(event: Event) -> None:
         if isinstance(event, Tripped):
-            trip = event.trip
-            if trip.reason in OF_A_PROCESS:
-                self._loops[event.run_id] = trip.detail
-            elif trip.run_id == self._name:
-                self._folder.end(trip)
+            if event.trip.run_id == name and event.trip.reason not in OF_A_PROCESS:
+                folder.end(event.trip)
         elif isinstance(event, ModelCallRefused):
-            self._folder.ask_on()
-            self._refusals[event.run_id] += event.run_id in self._loops
-            if self._refusals[event.run_id] > _MOST_REFUSALS:
-                detail = f"the script goes on after a stop: {self._loops[event.run_id]}"[:200]
-                self._folder.end(trip_of(StopReason.ABORTED, detail))
+            folder.ask_on()
+            refusals[event.run_id] += event.reason in OF_A_PROCESS
+            if refusals[event.run_id] > _MOST_REFUSALS:
+                detail = f"the script goes on after a stop: {event.reason}"
+                folder.end(trip_of(StopReason.ABORTED, detail))
+
+    return take

@@ -75,20 +75,10 @@ def _first_request(owner: Any, own: Any) -> None:
 class _Callbacks:
     """Looks to LangChain like a context variable without a value; asked when a run begins."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._is_done = False
-
+    @functools.cache  # noqa: B019 - there is one
     def get(self) -> None:
-        with self._lock:
-            if not self._is_done:
-                self._is_done = True
-                try:
-                    # Its hooks come behind this one, and are asked next.
-                    _adapt("budgetguard_langgraph")
-                except BaseException:
-                    self._is_done = False
-                    raise
+        # Its hooks come behind this one, and are asked next.
+        _adapt("budgetguard_langgraph")
 
 
 def _langchain(module: Any) -> None:
