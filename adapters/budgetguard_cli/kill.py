@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from getpass import getuser
-from pathlib import Path
-from typing import Annotated, Final
-from urllib.parse import unquote
+from typing import Annotated
 
 import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, opened_ledger
-from budgetguard_cli.screen import printable, refuse, say, write_json
-from budgetguard_cli.show import log_folder
-
-# The log of an attempt that went on later: RUN-1795402199.jsonl.
-_ATTEMPT: Final = re.compile(r"-\d{10,}$")
+from budgetguard_cli.runs import read_runs
+from budgetguard_cli.screen import only, refuse, say, write_json
+from budgetguard_cli.show import log_folder, logs_of
 
 
 def kill(
@@ -49,7 +44,7 @@ def kill(
 def revive(
     url: LedgerUrl = None,
     tenant: Annotated[str | None, typer.Option(help="This tenant.")] = None,
-    run: Annotated[str | None, typer.Option(help="This run.")] = None,
+    run: Annotated[str | None, typer.Option(help="This run, by the beginning of its id.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="The switch for everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -63,6 +58,8 @@ def revive(
     _one_of(tenant, run, everything)
     with opened_ledger(url) as ledger:
         before = {kill.flag: kill for kill in ledger.kills()}
+        if run is not None:
+            run = only(run, (flag[2:] for flag in before if flag.startswith("r:"))) or run
         ledger.revive(tenant=tenant, run=run, everything=everything)
         left = ledger.kills()
     revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
@@ -83,16 +80,10 @@ def _one_of(tenant: str | None, run: str | None, everything: bool) -> None:
 
 def _whole_id(run: str | None) -> str | None:
     """Return the id of the only logged run that begins so; else what was given: it may begin."""
-    folder = log_folder()
-    if run is None or folder is None:
+    if run is None or log_folder() is None:
         return run
-    names = {unquote(log.name.partition(".jsonl")[0]) for log in Path(folder).glob("*.jsonl*")}
-    ids = {_ATTEMPT.sub("", name) for name in names}
-    begins = {run} & ids or {one for one in ids if one.startswith(run)}
-    if len(begins) > 1:
-        shown = ", ".join(map(printable, sorted(begins)[:5]))
-        refuse(f"--run must begin one run's id, got {shown}. Write more of it.")
-    return next(iter(begins), run)
+    found, _ = read_runs(logs_of(run))
+    return only(run, (id_ for one in found for id_ in one.nodes)) or run
 
 
 def _user() -> str:

@@ -61,7 +61,7 @@ def show(
 
 def set_ceilings(
     tenant: Annotated[
-        str | None, typer.Argument(help="A tenant, or any other key.", show_default=False)
+        str | None, typer.Argument(metavar="TENANT", help="Or any other key.", show_default=False)
     ] = None,
     url: LedgerUrl = None,
     default: Annotated[
@@ -135,10 +135,10 @@ def reconcile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List reservations whose process has gone, and settle them. They stay charged until then.
+    """List what processes left that have gone, and settle it.
 
-    Below full value only after twice their time to live, on your word. Ends with 1 when some are
-    left.
+    Such reservations stay charged until then. Below full value only after twice their time to
+    live, on your word. Ends with 1 when some are left.
 
     Example: budgetguard ledger reconcile --full
     """
@@ -187,7 +187,9 @@ def reconcile(
 
 
 def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Accept the ledger as it is, after it was wiped or restored; processes that refused go on.
+    """Accept the ledger as it is, after it was wiped or restored.
+
+    Processes that refused go on.
 
     Example: budgetguard ledger adopt --ledger redis://10.0.0.5:6379/0
     """
@@ -200,7 +202,9 @@ def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
 
 
 def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Compare every window with the sum of its reservations (SQLite). Ends with 1 on a gap.
+    """Compare every window with the sum of its reservations (SQLite).
+
+    Ends with 1 on a gap.
 
     Example: budgetguard ledger check --ledger sqlite:///ledger.sqlite3
     """

@@ -157,9 +157,13 @@ def _complain(errors: Console, text: str) -> None:
     errors.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def read_lines(file: io.BufferedReader) -> Iterator[Line | Problem]:
-    """Read a file or a pipe line by line, unpacked where it is gzip, whatever its name says."""
-    number = 0
+def read_lines(file: io.BufferedReader, number: int = 0) -> Iterator[Line | Problem]:
+    """Read a file or a pipe line by line, unpacked where it is gzip, whatever its name says.
+
+    Args:
+        file: What is read from where it stands.
+        number: Of the line before.
+    """
     try:
         packed = file.peek(len(_GZIP)).startswith(_GZIP)
         stream = gzip.GzipFile(fileobj=file) if packed else file

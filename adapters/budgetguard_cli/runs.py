@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from rich.console import Console
 
 from budgetguard_cli.counted import Counted
 from budgetguard_cli.logs import Line, Problem, Unreadable, read_event, read_files, readable, reason
-from budgetguard_cli.screen import refuse
+from budgetguard_cli.screen import figure, refuse
 from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage
 from budgetguard_core.events import (
     BudgetExtended,
@@ -138,6 +138,22 @@ class Node:
             self.last_cost = Decimal(0)
 
 
+class Cap(NamedTuple):
+    """One cap of a run, and how much of it is used."""
+
+    name: str
+    used: int | float | Decimal
+    cap: int | float | Decimal
+
+    @property
+    def share(self) -> float:
+        """The part that is used."""
+        return float(self.used) / float(self.cap)
+
+    def __str__(self) -> str:
+        return f"{figure(self.used)} of {figure(self.cap)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """How much of each cap was used at one time."""
@@ -237,10 +253,18 @@ class Run:
             self._point(event)
         return self.damaged
 
+    def caps(self, now_ns: int | None = None) -> list[Cap]:
+        """Return how much of each cap of the root is used; by now, its time goes on."""
+        used = self.usage
+        if now_ns is not None and self.root.status is None:
+            silent = max(now_ns - self.last_ns, 0) / 1e9
+            used = used.model_copy(update={"seconds": used.seconds + silent})
+        caps = self.root.budget.caps()
+        return [Cap(name, used_of(used, name), cap) for name, cap in caps.items()]
+
     def shares(self) -> dict[str, float]:
         """Return how much of each cap of the root is used, as a share of it."""
-        used, caps = self.usage, self.root.budget.caps()
-        return {name: float(used_of(used, name)) / float(cap) for name, cap in caps.items()}
+        return {one.name: one.share for one in self.caps()}
 
     def near_misses(self) -> dict[str, float]:
         """Return the caps that a run came near and that did not stop it."""

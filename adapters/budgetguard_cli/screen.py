@@ -31,6 +31,18 @@ def refuse(sentence: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+def only(beginning: str, ids: Iterable[str]) -> str | None:
+    """Return the id that begins so, the shortest where it begins all; None where none does.
+
+    Ends the command with 2 where several do.
+    """
+    found = sorted({one for one in ids if one.startswith(beginning)}, key=len)
+    if any(not one.startswith(found[0]) for one in found):
+        names = ", ".join(printable(one)[:40] for one in found[:5])
+        refuse(f"{printable(beginning)[:80]!r} must begin one id, got {names}. Write more of it.")
+    return found[0] if found else None
+
+
 def cell(text: object, style: str = "") -> Text:
     """Return a text from outside for a table or a tree: no markup in it is obeyed."""
     return Text(printable(str(text)), style)

@@ -55,9 +55,10 @@ class RunReport:
         self.stops = list(stops.values())
         with folder.ledger() as ledger:
             calls, turns, answers = map(ledger.run_usage, (CALLS, TURNS, ANSWERS))
+        made = [one.spent_model_calls + one.reserved_model_calls for one in (calls, answers, turns)]
         exact = {
-            "iterations": turns.spent_model_calls + turns.reserved_model_calls,
-            "model_calls": calls.spent_model_calls + answers.spent_model_calls,
+            "iterations": made[2],
+            "model_calls": made[0] + made[1],
             "tool_calls": calls.spent_tool_calls + calls.reserved_tool_calls,
             "total_tokens": calls.spent_tokens + answers.spent_tokens,
             "cost_usd": calls.spent_usd + answers.spent_usd,
@@ -65,7 +66,6 @@ class RunReport:
             "reserved_usd": calls.reserved_usd,
             "seconds": (SystemClock.monotonic_ns() - facts.started_ns) / 1e9,
         }
-        exact["model_calls"] += calls.reserved_model_calls
         written = sum((run.recorded.usage for run in runs.roots), Usage())
         self.usage = written.model_copy(update=exact)
 
