@@ -36,7 +36,6 @@ _BUDGET = Budget(
     max_cost_usd=Decimal("0.05"),
 )
 _WINDOW = 128_000
-_MADE = ("from budgetguard_core import Budget", "budget = Budget(max_iterations=25)")
 _LOG = "".join(
     f"2026-03-02 23:{minute:02}:07 deploy[4711]: waiting for the health check of web-{minute % 3}\n"
     for minute in range(14)
@@ -75,6 +74,16 @@ class Shown:
     by_morning: Decimal | None = None
     details: list[str] = field(default_factory=list[str])
 
+    def plain(self) -> dict[str, object]:
+        """Return it for machines."""
+        return {
+            "framework": self.agent.name,
+            "calls": self.calls,
+            "spent_usd": self.spent,
+            "by_morning_usd": self.by_morning,
+            "failed": self.failed or None,
+        }
+
 
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="One runaway of each framework.")] = False,
@@ -95,27 +104,16 @@ def demo(
 
     Ends with 0, with 1 when a runaway was not stopped, and with 2 when a framework is not known.
     """
-    known = [agent.name for agent in AGENTS]
-    unknown = [name for name in framework or () if name not in known]
-    if unknown:
-        refuse(f"--framework must be one of {', '.join(known)}, got {printable(unknown[0])}.")
-    chosen = [agent for agent in AGENTS if not framework or agent.name in framework]
+    known = {agent.name: agent for agent in AGENTS}
+    for name in framework or ():
+        if name not in known:
+            refuse(f"--framework must be one of {', '.join(known)}, got {printable(name)}.")
+    chosen = [known[name] for name in framework or known]
     shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
     if as_json:
-        for one in shown:
-            write_json(
-                {
-                    "framework": one.agent.name,
-                    "calls": one.calls,
-                    "spent_usd": one.spent,
-                    "by_morning_usd": one.by_morning,
-                    "failed": one.failed or None,
-                }
-            )
+        write_json(*(one.plain() for one in shown))
     else:
-        # FORCE_COLOR must not bring a cursor's codes into a file.
-        console = Console(force_terminal=None if sys.stdout.isatty() else False)
-        _print(console, shown, [agent.title for agent in chosen if not agent.is_installed()])
+        _print(shown, [agent.title for agent in chosen if not agent.is_installed()])
     if not shown or any(one.failed for one in shown):
         raise typer.Exit(1)
 
@@ -204,10 +202,14 @@ def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Decimal | N
     return to_usd(sum(rates.cost(TokenUsage(prompt, output)) for prompt in prompts))
 
 
-def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> None:
-    def say(text: str, indent: int = 0) -> None:
+def _print(shown: Sequence[Shown], missing: Sequence[str]) -> None:
+    # FORCE_COLOR must not bring a cursor's codes into a file.
+    console = Console(force_terminal=None if sys.stdout.isatty() else False)
+
+    def say(text: str) -> None:
         # A folded line keeps its indent.
-        console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+        line = text.lstrip()
+        console.print(Padding(Text(line), (0, 0, 0, len(text) - len(line)), expand=False))
 
     say(
         'The model of this demonstration answers everything with the tool call read_file("deploy'
@@ -234,7 +236,7 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
         console.print()
         console.rule(one.agent.title, align="left", style="bold", characters="-")
         for line in one.details:
-            say(line.strip(), indent=len(line) - len(line.lstrip()))
+            say(line)
         if one.failed:
             say(f"FAILED: {printable(one.failed)}")
     console.print()
@@ -243,10 +245,4 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
         say(f"FAILED: {', '.join(failed)}.")
         return
     say("Every runaway ended as a normal result. No exception, no call unaccounted for.")
-    console.print()
-    say("For an agent of your own, the budget and two lines:")
-    for lines in (_MADE, *((f"import {one.agent.adapter} as bg", one.agent.use) for one in shown)):
-        console.print()
-        for line in lines:
-            # A line that is folded could not be pasted.
-            console.print(Text(line), soft_wrap=True)
+    say(f"For an agent of your own: budgetguard quickstart {shown[0].agent.name} -o agent.py")

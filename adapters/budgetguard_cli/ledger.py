@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -83,36 +83,25 @@ def set_ceilings(
     """
     if (tenant is None) != default:
         refuse("ledger set needs a tenant or --default, got neither or both. Name one.")
-    given = {"d": (daily_usd, daily_tokens), "m": (monthly_usd, monthly_tokens)}
-    if clear == any(one is not None for pair in given.values() for one in pair):
+    given = {
+        "daily_usd": daily_usd,
+        "daily_tokens": daily_tokens,
+        "monthly_usd": monthly_usd,
+        "monthly_tokens": monthly_tokens,
+    }
+    if clear == any(text is not None for text in given.values()):
         refuse("ledger set needs ceilings or --clear, got neither or both. Use --daily-usd 20.")
-    periods = {"d": "daily", "m": "monthly"}
     with opened_ledger(url, may_be_new=True) as ledger:
         if clear:
             ledger.clear_ceilings(tenant)
         else:
             found = ledger.ceilings()
-            stored = found.get(tenant or "") or found.get("", {})
-            ceilings: dict[str, Decimal | int | None] = {}
-            for kind, (usd, tokens) in given.items():
-                before = stored.get(kind, Amount())
-                old_usd, old_tokens = _figures(before)
-                ceilings |= {
-                    f"{periods[kind]}_usd": old_usd if usd is None else _number(usd, dollars),
-                    f"{periods[kind]}_tokens": old_tokens
-                    if tokens is None
-                    else _number(tokens, _whole),
-                    # Set in Python alone; what is not named stays.
-                    f"{periods[kind]}_model_calls": before.model_calls or None,
-                    f"{periods[kind]}_tool_calls": before.tool_calls or None,
-                }
-            ledger.set_ceilings(tenant, **ceilings)  # type: ignore[arg-type]
+            stored = _plain(found.get(tenant or "") or found.get("", {}))
+            new = {name: _ceiling(name, text) for name, text in given.items() if text is not None}
+            ledger.set_ceilings(tenant, **cast("Any", {**stored, **new}))
         now = ledger.ceilings().get(tenant or "", {})
     if as_json:
-        record: dict[str, object] = {"key": tenant, "own": bool(now)}
-        for kind, period in periods.items():
-            record[f"{period}_usd"], record[f"{period}_tokens"] = _figures(now.get(kind))
-        write_json(record)
+        write_json({"key": tenant, "own": bool(now), **{name: _plain(now)[name] for name in given}})
     else:
         say(_stored(tenant or "", now))
 
@@ -231,6 +220,15 @@ def _record(one: HoldRecord, settled: Amount | None, result: str) -> dict[str, o
     }
 
 
+def _plain(stored: Mapping[str, Amount]) -> dict[str, Decimal | int | None]:
+    """Return stored ceilings by the names of their options, all dimensions of them."""
+    return {
+        f"{period}_{name}": (to_dollars(value) if name == "usd" else value) or None
+        for kind, period in (("d", "daily"), ("m", "monthly"))
+        for name, value in stored.get(kind, Amount())._asdict().items()
+    }
+
+
 def _stored(key: str, stored: Mapping[str, Amount]) -> str:
     day, month = (_ceilings(*_figures(stored.get(kind))) for kind in "dm")
     said = f"a day {day}, a month {month}" if stored else "none of its own"
@@ -242,11 +240,11 @@ def _figures(ceiling: Amount | None) -> tuple[Decimal | None, int | None]:
     return to_dollars(usd) if usd else None, tokens or None
 
 
-def _number(text: str, read: Callable[[str], Decimal | int]) -> Decimal | int | None:
-    return None if text.lower() == "none" else read(text)
-
-
-def _whole(text: str) -> int:
+def _ceiling(name: str, text: str) -> Decimal | int | None:
+    if text.lower() == "none":
+        return None
+    if name.endswith("usd"):
+        return dollars(text)
     try:
         return int(text)
     except ValueError:

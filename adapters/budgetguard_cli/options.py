@@ -34,7 +34,7 @@ Logs = Annotated[
     list[str],
     typer.Argument(
         metavar="LOG",
-        help="BudgetGuard's event logs, also gzipped, or folders of them; - is standard input.",
+        help="BudgetGuard's event logs, also gzipped, or folders of them.",
     ),
 ]
 LedgerUrl = Annotated[

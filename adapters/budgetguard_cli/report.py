@@ -180,5 +180,6 @@ def _largest(parts: Iterable[tuple[str, Decimal]]) -> list[list[Any]]:
 def _row(run: Run) -> list[str]:
     started, run_id, models, task, tenant, _, ending = map(printable, row(run))
     ending += ", last answer" if run.root.finalized else ""
-    used = (run.usage.cost_usd, run.usage.total_tokens, run.usage.model_calls, run.seconds)
-    return [run_id[:40], started, ending, models, task, tenant, *map(figure, used)]
+    usage = run.usage
+    cells = [run_id[:40], started, ending, models, task, tenant, figure(usage.cost_usd)]
+    return [*cells, *map(figure, (usage.total_tokens, usage.model_calls, run.seconds))]

@@ -57,14 +57,12 @@ class Agent:
 
     Attributes:
         adapter: The import package that binds the framework.
-        use: How it is put around an agent of one's own, in one line.
         needs: The framework's import package.
     """
 
     adapter: str
     title: str
     run: Runaway
-    use: str = ""
     needs: str = "budgetguard_core"
 
     @property
@@ -140,38 +138,9 @@ def _strands(model: Any, guard: Guard, read_file: Tool) -> Outcome | None:
 
 
 AGENTS: Final = (
-    Agent(
-        "budgetguard_langgraph",
-        "A LangGraph graph",
-        _langgraph,
-        "graph = bg.bounded(graph, budget)",
-        "langchain",
-    ),
-    Agent(
-        "budgetguard_loop",
-        "A plain Python loop",
-        _plain_loop,
-        "with bg.bounded(budget) as run:",
-    ),
-    Agent(
-        "budgetguard_openai_agents",
-        "OpenAI Agents SDK",
-        _openai_agents,
-        "hooks = bg.BudgetHooks(budget)",
-        "agents",
-    ),
-    Agent(
-        "budgetguard_pydantic_ai",
-        "Pydantic AI",
-        _pydantic_ai,
-        "caps = [bg.BudgetCapability(budget)]",
-        "pydantic_ai",
-    ),
-    Agent(
-        "budgetguard_strands",
-        "Strands Agents",
-        _strands,
-        "hooks = [bg.BudgetHookProvider(budget)]",
-        "strands",
-    ),
+    Agent("budgetguard_langgraph", "A LangGraph graph", _langgraph, "langchain"),
+    Agent("budgetguard_loop", "A plain Python loop", _plain_loop),
+    Agent("budgetguard_openai_agents", "OpenAI Agents SDK", _openai_agents, "agents"),
+    Agent("budgetguard_pydantic_ai", "Pydantic AI", _pydantic_ai, "pydantic_ai"),
+    Agent("budgetguard_strands", "Strands Agents", _strands, "strands"),
 )

@@ -9,11 +9,10 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
-from rich.console import Console
 
 from budgetguard_cli.counted import Counted
-from budgetguard_cli.logs import Line, Problem, Unreadable, read_event, read_files, readable, reason
-from budgetguard_cli.screen import figure, refuse
+from budgetguard_cli.logs import Line, Problem, complain, read_event, read_file, readable, reason
+from budgetguard_cli.screen import figure
 from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage
 from budgetguard_core.events import (
     BudgetExtended,
@@ -417,12 +416,12 @@ def read_runs(
     Returns:
         The runs, and how many lines could not be used.
     """
-    runs = Runs(candidate=candidate, points=points)
-    try:
-        problems = read_files(readable(names), runs.take, Console(stderr=True))
-    except Unreadable as error:
-        refuse(str(error))
-    return runs.roots, problems
+    runs, number = Runs(candidate=candidate, points=points), 0
+    for file in readable(names):
+        problems = read_file(file, runs.take)
+        complain(file, problems)
+        number += len(problems)
+    return runs.roots, number
 
 
 def used_of(usage: Usage, dimension: str) -> int | float | Decimal:

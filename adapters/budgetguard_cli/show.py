@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from budgetguard_cli.logs import STDIN, by_attempt, is_there
+from budgetguard_cli.logs import by_attempt, is_there
 from budgetguard_cli.options import AsJson
 from budgetguard_cli.runs import SPENT_ON_ANSWERS, Node, Run, Spent, read_runs
 from budgetguard_cli.screen import (
@@ -51,7 +51,7 @@ def show(
         str | None,
         typer.Argument(
             metavar="LOG|RUN",
-            help="An event log or a folder of them, - for standard input, or a run's id or the "
+            help="An event log or a folder of them, or a run's id or the "
             "beginning of one: its log is looked for in the folder that BUDGETGUARD_LOG names. "
             "Left out: the runs of that folder.",
             show_default=False,
@@ -78,7 +78,7 @@ def show(
     if place is None:
         refuse("nothing to show. Name a log or a run, or set BUDGETGUARD_LOG.")
     logs = [place]
-    if folder is not None and log not in (None, STDIN) and not is_there(place):
+    if folder is not None and log is not None and not is_there(log):
         run, place = run or place, folder
         logs = logs_of(run) or [folder]
     found, problems = read_runs(logs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import os
@@ -16,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
-from budgetguard_cli.logs import LONGEST_LINE
 from budgetguard_cli.screen import in_dollars
 from budgetguard_core import Budget, Guard, JsonLinesSink, PriceBook
 from budgetguard_core.kit import ModelCall, Stop, TokenUsage, ToolCall, end_run
@@ -443,41 +441,6 @@ def test_a_malformed_line_is_named_and_the_rest_goes_on(tmp_path, lines, what):
     assert found["recorded"]["model_calls"] == 2
 
 
-@pytest.mark.slow
-def test_a_line_of_100_megabytes_is_not_held_in_memory(tmp_path, lines):
-    long = b'{"run_id": "' + b"x" * (100 * 2**20) + b'"}\n'
-    good = lines.encode()
-    plain, packed, small = (tmp_path / name for name in ("plain", "packed.gz", "small"))
-    plain.write_bytes(long + good)
-    with gzip.open(packed, "wb", compresslevel=1) as file:
-        file.write(long + good)
-    small.write_bytes(good)
-    assert peak_memory(small, code=0) + 60 * 2**20 > peak_memory(plain, code=1)
-    assert peak_memory(small, code=0) + 60 * 2**20 > peak_memory(packed, code=1)
-    for path in (plain, packed):
-        done = replay(path, code=1)
-        assert f"{path}:1: a line must have at most {LONGEST_LINE} bytes" in done.stderr
-        assert in_all(path, code=1)["runs"] == 1
-
-
-def peak_memory(path, *, code):
-    """Bytes that a replay took at most, in a process of its own."""
-    program = (
-        "import resource, sys\n"
-        f"sys.argv = ['budgetguard', 'replay', {str(path)!r}]\n"
-        "from budgetguard_cli.__main__ import main\n"
-        "try:\n    main()\n"
-        "except SystemExit as end:\n    code = end.code\n"
-        "sys.stderr.write(f'\\n{code} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True
-    )
-    ended, kibibytes = done.stderr.splitlines()[-1].split()
-    assert int(ended or 0) == code
-    return int(kibibytes) * 1024
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "header only"])
 def test_a_damaged_gzip_is_read_as_far_as_it_goes(tmp_path, lines, damage):
@@ -512,12 +475,12 @@ def test_an_empty_file_has_no_runs(tmp_path):
     assert in_all(tmp_path / "empty")["runs"] == 0
 
 
-def test_gzip_is_known_by_its_content_and_a_mark_of_windows_is_skipped(tmp_path, lines):
+def test_gzip_is_known_by_its_content_and_lines_may_end_as_in_windows(tmp_path, lines):
     odd = tmp_path / "runs.txt"
     odd.write_bytes(gzip.compress(lines.encode()))
     plain = tmp_path / "runs.gz"
     other = lines.replace('"r"', '"s"').encode()
-    plain.write_bytes(codecs.BOM_UTF8 + other.replace(b"\n", b"\r\n") + b"\r\n")
+    plain.write_bytes(other.replace(b"\n", b"\r\n") + b"\r\n")
     assert in_all(odd, plain)["runs"] == 2
 
 
@@ -563,13 +526,6 @@ def test_nothing_from_a_file_controls_the_terminal(tmp_path):
 
 
 # The process
-
-
-@pytest.mark.slow
-def test_standard_input_may_be_packed(budgetguard_process, lines):
-    done = budgetguard_process("replay", "-", "--json", stdin=gzip.compress(lines.encode()))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["runs"] == 1
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from budgetguard_core.kit import Admit, ModelCall, Violation
 from budgetguard_core.ledger import LedgerRefused, Reservation
 from budgetguard_core.ledger.in_thread import InThread
 from budgetguard_core.plugs import Ask, Ended, Hold, Plug
-from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.pricing import to_usd
 from budgetguard_core.run_log import RunLog
 
 OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
@@ -160,31 +160,19 @@ class RunLedger(Plug):
         if not call.retry and ITERATIONS not in link.exempt:
             keys.append(TURNS)
         rates = owner.tree.price_book.rates_for(call.model or "", call.provider)
+
+        def reserve(bound: int) -> Reservation:
+            usd = to_usd(projected_cost(call, rates, bound))
+            return self.ledger.reserve(keys, usd=usd, tokens=call.input_tokens + bound)
+
         bound = ask.tokens - call.input_tokens
-        is_known = bound > 0
-        if not is_known:
-            bound = max(link.counters.largest_output, UNKNOWN_ANSWER)
-        prompt = projected_cost(call, rates, 0)
-        while True:
-            tokens, cost = call.input_tokens + bound, projected_cost(call, rates, bound)
-            try:
-                held = self.ledger.reserve(keys, usd=to_usd(cost), tokens=tokens)
-                break
-            except LedgerRefused as refused:
-                if refused.reason == StopReason.MAX_TOTAL_TOKENS:
-                    left = refused.limit - refused.used - call.input_tokens
-                elif refused.reason == StopReason.MAX_COST_USD:
-                    room = from_usd(refused.limit - refused.used) - prompt
-                    left = room * bound // max(cost - prompt, 1)
-                else:
-                    raise
-                if not is_known and bound and not self.ledger.run_usage(CALLS).reserved_tokens:
-                    bound = 0  # nobody else could pass the cap with it
-                elif is_known and not call.output_is_fixed and call.min_output_tokens <= left:
-                    bound = ask.bound = min(left, bound - 1)
-                    ask.cut_by = StopReason(refused.reason)
-                else:
-                    raise
+        try:
+            held = reserve(bound or max(link.counters.largest_output, UNKNOWN_ANSWER))
+        except LedgerRefused as refused:
+            of_answers = refused.reason in (StopReason.MAX_TOTAL_TOKENS, StopReason.MAX_COST_USD)
+            if bound or not of_answers or self.ledger.run_usage(CALLS).reserved_tokens:
+                raise
+            held = reserve(0)  # nobody else could pass the cap with it
         ask.holds += (self._grant(held),)
 
     def _reserve_tool_calls(self, owner: Any, ask: Ask) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from budgetguard_cli.logs import read_files
+from budgetguard_cli.logs import read_file
 from budgetguard_cli.run.folder import ANSWERS, CALLS, TURNS, RunFolder
 from budgetguard_cli.run.plug import OF_A_PROCESS
 from budgetguard_cli.runs import Runs, Spent
@@ -46,7 +46,8 @@ class RunReport:
         whole = folder.stop()
         stops = {} if whole is None else {"": whole.model_copy(update={"run_id": self._run_id})}
         runs = Runs()
-        read_files(map(str, sorted(folder.logs.glob("*.jsonl"))), runs.take, Console(quiet=True))
+        for log in sorted(folder.logs.glob("*.jsonl")):
+            read_file(str(log), runs.take)
         for node in (node for run in runs.roots for node in run.nodes.values()):
             if node.trip is not None and node.trip.reason in OF_A_PROCESS:
                 stops.setdefault(node.trip.run_id, node.trip)
