@@ -133,7 +133,6 @@ def calibrate(
         typer.Option(
             help="With --check: a file of profiles; the caps that the runs were recorded under if "
             "left out.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
 from budgetguard_cli.declared import Entry, declared
 from budgetguard_cli.logs import is_there
 from budgetguard_cli.options import AsJson, LedgerUrl, ProfileName, missing_file
-from budgetguard_cli.screen import cell, printable, refuse, table, write_json
+from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
 from budgetguard_cli.source import Source, read_source
-from budgetguard_core import BudgetGuardError, PriceBook
+from budgetguard_core import BudgetGuardError, ConfigurationError, PriceBook
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import Profiles, find_file, load_profile
 
@@ -48,15 +48,12 @@ def doctor(
     script: Annotated[
         str | None,
         typer.Argument(
-            metavar="SCRIPT",
-            help="A Python script: what it imports is looked at, and nothing of it is run. "
-            "Without, everything that is installed.",
-            show_default=False,
+            help="Its imports are looked at, and nothing of it is run. Left out: everything that "
+            "is installed."
         ),
     ] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option(help="A model whose price is needed; again for more.", show_default=False),
+        list[str] | None, typer.Option(help="A model whose price is needed; again for more.")
     ] = None,
     profile: ProfileName = None,
     ledger: LedgerUrl = None,
@@ -87,20 +84,17 @@ def doctor(
             imports = ", ".join(sorted(source.modules)) or "none"
             detail = f"nothing known to call models is among its imports: {imports}."
             found.append(Finding("note", "script", script, detail))
-    found += [*_prices(models), *_profiles(profile)]
-    if ledger is not None:
-        found.append(_reached(ledger))
+    found += [*_prices(models), *_profiles(profile), *_reached(ledger)]
     if as_json:
         write_json(*map(asdict, found))
     else:
         looked = [script or "all that is installed", *(f"model {name}" for name in models)]
         looked += [f"profile {profile}"] if profile else []
         looked += ["the ledger"] if ledger is not None else []
-        typer.echo(f"Looked at: {printable(', '.join(looked))}.")
-        _print(one for one in found if one.kind != "run")
-        if any(one.kind == "run" for one in found):
-            typer.echo("\nUnder `budgetguard run` alone:")
-            _print(one for one in found if one.kind == "run")
+        say(f"Looked at: {', '.join(looked)}.", _table(one for one in found if one.kind != "run"))
+        of_run = [one for one in found if one.kind == "run"]
+        if of_run:
+            say("", "Under `budgetguard run` alone:", _table(of_run))
     if any(one.status == "problem" for one in found):
         raise typer.Exit(1)
 
@@ -193,18 +187,22 @@ def _prices(models: Iterable[str]) -> Iterator[Finding]:
             yield Finding("problem", "model", name, detail)
 
 
-def _reached(url: str) -> Finding:
+def _reached(url: str | None) -> Iterator[Finding]:
     """Reach for a ledger."""
+    if url is None:
+        return
     shown = url.partition("://")[0]
     try:
         with Ledger(url, timeout=5.0) as opened:
             if (file := missing_file(opened)) is not None:
-                detail = f"there is no file {file}. Make it with `budgetguard ledger set`."
-                return Finding("problem", "ledger", shown, detail)
+                raise ConfigurationError(
+                    f"there is no file {file}. Make it with `budgetguard ledger set`."
+                )
             opened.now()
     except BudgetGuardError as error:
-        return Finding("problem", "ledger", shown, str(error))
-    return Finding("ok", "ledger", shown, "it can be reached.")
+        yield Finding("problem", "ledger", shown, str(error))
+    else:
+        yield Finding("ok", "ledger", shown, "it can be reached.")
 
 
 def _profiles(name: str | None) -> Iterator[Finding]:
@@ -222,10 +220,10 @@ def _profiles(name: str | None) -> Iterator[Finding]:
         yield Finding("problem", "profile", name or "file", str(error))
 
 
-def _print(found: Iterable[Finding]) -> None:
+def _table(found: Iterable[Finding]) -> Table:
     styles = {"problem": "bold red", "note": "yellow"}
     rows = table("", "what", "name", "release", "finding")
     for one in found:
         status = cell(one.status, styles.get(one.status, ""))
         rows.add_row(status, one.kind, cell(one.name), one.version or "", cell(one.detail))
-    Console().print(rows)
+    return rows

@@ -61,7 +61,7 @@ def show(
 
 def set_ceilings(
     tenant: Annotated[
-        str | None, typer.Argument(metavar="TENANT", help="Or any other key.", show_default=False)
+        str | None, typer.Argument(metavar="TENANT", help="Or any other key.")
     ] = None,
     url: LedgerUrl = None,
     default: Annotated[

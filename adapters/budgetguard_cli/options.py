@@ -32,10 +32,7 @@ def dollars(text: str) -> Decimal:
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 Logs = Annotated[
     list[str],
-    typer.Argument(
-        metavar="LOG",
-        help="BudgetGuard's event logs, also gzipped, or folders of them.",
-    ),
+    typer.Argument(metavar="LOG", help="Event logs, also gzipped, or folders of them."),
 ]
 LedgerUrl = Annotated[
     str | None,
@@ -43,10 +40,8 @@ LedgerUrl = Annotated[
         "--ledger",
         metavar="URL",
         envvar="BUDGETGUARD_LEDGER",
-        show_envvar=True,
         help="sqlite:///file, redis://... or postgresql://...; a file in the home directory if "
         "left out.",
-        show_default=False,
     ),
 ]
 ProfileName = Annotated[
@@ -55,8 +50,6 @@ ProfileName = Annotated[
         "--profile",
         help="The profile that the caps come from; other options win over it.",
         envvar="BUDGETGUARD_PROFILE",
-        show_envvar=True,
-        show_default=False,
     ),
 ]
 

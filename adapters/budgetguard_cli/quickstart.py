@@ -39,9 +39,7 @@ def quickstart(
     framework: Annotated[Framework, typer.Argument(help="What the agent is built with.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="The file to write; else the terminal.", show_default=False
-        ),
+        typer.Option("--output", "-o", help="The file to write; else the terminal."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

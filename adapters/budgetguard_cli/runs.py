@@ -65,11 +65,8 @@ class Spent:
 
     def add(self, other: Spent) -> None:
         """Add what another run spent on it."""
-        self.calls += other.calls
-        self.failed += other.failed
-        self.refused += other.refused
-        self.tokens += other.tokens
-        self.cost_usd += other.cost_usd
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass

@@ -51,16 +51,11 @@ def show(
         str | None,
         typer.Argument(
             metavar="LOG|RUN",
-            help="An event log or a folder of them, or a run's id or the "
-            "beginning of one: its log is looked for in the folder that BUDGETGUARD_LOG names. "
-            "Left out: the runs of that folder.",
-            show_default=False,
+            help="An event log, a folder of them, or the beginning of a run's id, to be looked for "
+            "in the folder that BUDGETGUARD_LOG names. Left out: the runs of that folder.",
         ),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(help="The run, where the log has several.", show_default=False),
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run, where the log has several.")] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="To paste into an issue: no arguments, no secrets.")
     ] = False,

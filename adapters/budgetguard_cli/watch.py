@@ -36,7 +36,6 @@ def watch(
             metavar="LOG",
             help="Event logs that are being written, or folders of them; the folder that "
             "BUDGETGUARD_LOG names if left out.",
-            show_default=False,
         ),
     ] = None,
     interval: Annotated[

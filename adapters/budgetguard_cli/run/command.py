@@ -27,35 +27,25 @@ NOTHING_SEEN = 4
 @budgeted("max_input_tokens", "max_output_tokens")
 def run(
     script: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCRIPT",
-            help="A Python script and its arguments; with -m, a module.",
-            show_default=False,
-        ),
+        list[str], typer.Argument(help="A Python script and its arguments; with -m, a module.")
     ],
     budget: Budget,
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     ledger: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="The ledger that is charged as well; with --tenant. BUDGETGUARD_LEDGER if left "
-            "out.",
-            show_default=False,
+            metavar="URL", help="Charged as well, for --tenant; BUDGETGUARD_LEDGER if left out."
         ),
     ] = None,
-    tenant: Annotated[
-        str | None, typer.Option(help="Whom the run is for.", show_default=False)
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whom the run is for.")] = None,
     grace: Annotated[
         float,
         typer.Option(
             min=0.1,
             max=3600,
             metavar="SECONDS",
-            help="What the script has to end after a stop; then it is interrupted, "
-            "terminated and killed, with as long in between.",
+            help="To end after a stop; then the script is interrupted, terminated and killed, with "
+            "as long in between.",
         ),
     ] = 10.0,
     as_json: Annotated[
