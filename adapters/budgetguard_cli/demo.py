@@ -104,11 +104,11 @@ def demo(
 
     Ends with 0, with 1 when a runaway was not stopped, and with 2 when a framework is not known.
     """
-    known = {agent.name: agent for agent in AGENTS}
+    known = [agent.name for agent in AGENTS]
     for name in framework or ():
         if name not in known:
             refuse(f"--framework must be one of {', '.join(known)}, got {printable(name)}.")
-    chosen = [known[name] for name in framework or known]
+    chosen = [agent for agent in AGENTS if not framework or agent.name in framework]
     shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
     if as_json:
         write_json(*(one.plain() for one in shown))

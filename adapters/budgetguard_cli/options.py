@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Sequence
+import re
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, cast
@@ -27,6 +28,14 @@ def dollars(text: str) -> Decimal:
     except InvalidOperation:
         msg = f"must be an amount of US dollars, got {text[:40]!r}. Use 20."
         raise typer.BadParameter(msg) from None
+
+
+def _quota(text: str) -> tuple[str, int]:
+    tool, _, number = text.rpartition("=")
+    if not tool or not re.fullmatch("[0-9]{1,18}", number):
+        msg = f"must be a tool and a whole number, such as search_web=3, got {text[:40]!r}."
+        raise typer.BadParameter(msg)
+    return tool, int(number)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
@@ -62,10 +71,6 @@ def _budget(
     max_total_tokens: Annotated[
         int | None, typer.Option(help="Tokens, prompt plus completion.")
     ] = None,
-    max_input_tokens: Annotated[int | None, typer.Option(help="Of them, those of prompts.")] = None,
-    max_output_tokens: Annotated[
-        int | None, typer.Option(help="Of them, those of completions.")
-    ] = None,
     max_output_tokens_per_call: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Completion tokens of one call.")
     ] = None,
@@ -74,8 +79,9 @@ def _budget(
         Decimal | None, typer.Option(parser=dollars, help="US dollars, exact.")
     ] = None,
     tool_quota: Annotated[
-        list[str] | None,
+        list[Any] | None,
         typer.Option(
+            parser=_quota,
             metavar="TOOL=N",
             help="Calls of one tool, by name or pattern: search_web=3. May be given again.",
         ),
@@ -94,7 +100,7 @@ def _budget(
         name: cap for name, cap in locals().items() if name.startswith("max_") and cap is not None
     }
     if tool_quota:
-        given["tool_quotas"] = _quotas(tool_quota)
+        given["tool_quotas"] = dict(tool_quota)
     if count_unpriced_as_zero:
         given["on_unpriced"] = "count_zero"
     if not loop_detection:
@@ -106,42 +112,21 @@ def _budget(
         refuse(str(error))
 
 
-def budgeted(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of a budget in the place of its parameter `budget`.
+def budgeted(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a budget in the place of its parameter `budget`."""
+    options = inspect.signature(_budget, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    for name, one in inspect.signature(command, eval_str=True).parameters.items():
+        parameters += options.values() if name == "budget" else [one]
 
-    Args:
-        left_out: The options that it does not have.
-    """
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        budget = _budget(**{name: given.pop(name) for name in options})
+        command(budget=budget, **given)
 
-    def made(command: Callable[..., None]) -> Callable[..., None]:
-        options = dict(inspect.signature(_budget, eval_str=True).parameters)
-        for name in left_out:
-            del options[name]
-
-        @functools.wraps(command)
-        def call(**given: Any) -> None:
-            budget = _budget(**{name: given.pop(name) for name in options})
-            command(budget=budget, **given)
-
-        parameters: list[inspect.Parameter] = []
-        for name, one in inspect.signature(command, eval_str=True).parameters.items():
-            parameters += options.values() if name == "budget" else [one]
-        keywords = (one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters)
-        cast("Any", call).__signature__ = inspect.Signature([*keywords])
-        return call
-
-    return made
-
-
-def _quotas(given: Sequence[str]) -> dict[str, int]:
-    quotas: dict[str, int] = {}
-    for text in given:
-        tool, _, number = text.rpartition("=")
-        if not tool or not number.isascii() or not number.isdigit() or len(number) > 18:
-            msg = f"must be a tool and a whole number, such as search_web=3, got {text[:40]!r}."
-            raise typer.BadParameter(msg, param_hint="--tool-quota")
-        quotas[tool] = int(number)
-    return quotas
+    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    cast("Any", call).__signature__ = inspect.Signature(keywords)
+    return call
 
 
 @contextmanager

@@ -25,7 +25,7 @@ _BREAKERS = {
 }
 
 
-@budgeted("max_output_tokens_per_call")
+@budgeted
 def replay(logs: Logs, budget: Budget, as_json: AsJson = False) -> None:
     """Replay recorded runs: what a budget would stop, cut and save.
 

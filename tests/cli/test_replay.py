@@ -138,8 +138,6 @@ def test_an_honest_run_is_not_cut(log):
         ("max_model_calls", "3", 3),
         ("max_tool_calls", "3", 4),
         ("max_total_tokens", "3150", 3),
-        ("max_input_tokens", "3000", 3),
-        ("max_output_tokens", "150", 3),
         ("max_cost_usd", "0.009", 3),
     ],
 )

@@ -24,7 +24,7 @@ STOPPED = 3
 NOTHING_SEEN = 4
 
 
-@budgeted("max_input_tokens", "max_output_tokens")
+@budgeted
 def run(
     script: Annotated[
         list[str], typer.Argument(help="A Python script and its arguments; with -m, a module.")
