@@ -116,9 +116,6 @@ class Measured:
 
 def calibrate(
     files: Logs,
-    profile: Annotated[
-        str, typer.Option("--profile", help="The profile of runs whose recording names none.")
-    ] = _UNNAMED,
     labelled: Annotated[
         bool,
         typer.Option(
@@ -160,7 +157,7 @@ def calibrate(
     found, problems = read_runs(files)
     for run in found:
         if run.damaged is None:
-            groups.setdefault(run.root.profile or profile, Measured(labelled)).add(run)
+            groups.setdefault(run.root.profile or _UNNAMED, Measured(labelled)).add(run)
     if check:
         wrong = [_checked(name, groups[name], config, as_json) for name in sorted(groups)]
         if not groups:

@@ -153,7 +153,7 @@ def as_text(run: Run, *, is_public: bool = False) -> str:
 def _tree(run: Run, *, is_public: bool = False) -> Tree:
     root = run.root
     tree = Tree(cell(f"run {root.run_id}: {root.ending}", "bold"))
-    _facts(tree, run)
+    _facts(tree, run, is_public)
     caps = tree.add("caps")
     for one in run.caps():
         full = min(_BAR, round(one.share * _BAR))
@@ -161,9 +161,7 @@ def _tree(run: Run, *, is_public: bool = False) -> Tree:
         caps.add(cell(f"{one.name}: {bar} {one}"))
     if not run.caps():
         caps.add("none")
-    _spent(tree, root)
-    for child in root.children:
-        _branch(tree, child, is_public=is_public)
+    _inside(tree, root, is_public)
     if root.trip is not None:
         stop = tree.add(cell(f"stopped: {root.trip.reason}", "bold red"))
         texts = [one.detail or str(one.reason) for one in root.trip.violations]
@@ -178,48 +176,38 @@ def _tree(run: Run, *, is_public: bool = False) -> Tree:
         why = root.observed.reason if is_public else root.observed.detail
         tree.add(cell(f"would have been stopped (observed): {why}"))
     if run.damaged is not None:
-        tree.add(cell(f"the log does not fit together: {run.damaged}"))
+        why = "" if is_public else f": {run.damaged}"
+        tree.add(cell(f"the log does not fit together{why}"))
     if root.status != "completed":
         tree.add(f"to go on: {_GO_ON[root.status]}")
     return tree
 
 
-def _facts(tree: Tree, run: Run) -> None:
+def _facts(tree: Tree, run: Run, is_public: bool) -> None:
     root, used = run.root, run.usage
-    facts = [f"started {at_minute(run.started_ns)} UTC, mode {root.mode}"]
+    facts = [f"started {at_minute(run.started_ns)} UTC", f"mode {root.mode}"]
     facts.append(f"{run.seconds:,.1f} seconds")
     if root.budget.profile is not None:
         label = root.budget.profile
         overlay = "" if label.overlay is None else f", overlay {label.overlay}"
         facts.append(f"profile {label.name} version {label.version}{overlay}")
-    if root.tenant:
+    if root.tenant and not is_public:
         facts.append(f"tenant {', '.join(root.tenant)}")
     tree.add(cell(", ".join(facts)))
     for ending in root.earlier:
         tree.add(cell(f"it went on after: {ending}"))
-    estimated = (
-        f", {counted(used.estimated_calls, 'call')} estimated" if used.estimated_calls else ""
-    )
-    unpriced = (
-        f", {counted(used.unpriced_calls, 'call')} of unknown price" if used.unpriced_calls else ""
-    )
-    tree.add(
-        f"used {figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
-        f"{counted(used.iterations, 'iteration')}, {counted(used.model_calls, 'model call')}, "
-        f"{counted(used.tool_calls, 'tool call')}{estimated}{unpriced}"
-    )
+    rare = ((used.estimated_calls, "estimated"), (used.unpriced_calls, "of unknown price"))
+    parts = [
+        f"used {figure(used.cost_usd)}, {used.total_tokens:,} tokens",
+        counted(used.iterations, "iteration"),
+        counted(used.model_calls, "model call"),
+        counted(used.tool_calls, "tool call"),
+        *(f"{counted(calls, 'call')} {what}" for calls, what in rare if calls),
+    ]
+    tree.add(", ".join(parts))
 
 
-def _branch(tree: Tree, node: Node, *, is_public: bool) -> None:
-    branch = tree.add(cell(node.housekeeping or f"run {node.run_id}: {node.ending}"))
-    if node.trip is not None:
-        branch.add(cell(f"stopped: {node.trip.reason if is_public else node.trip.detail}"))
-    _spent(branch, node)
-    for child in node.children:
-        _branch(branch, child, is_public=is_public)
-
-
-def _spent(tree: Tree, node: Node) -> None:
+def _inside(tree: Tree, node: Node, is_public: bool) -> None:
     if node.models:
         models = tree.add("models")
         for name, spent in _by_cost(node.models):
@@ -240,6 +228,11 @@ def _spent(tree: Tree, node: Node) -> None:
         tree.add(cell(f"fell back {node.fallback}"))
     if node.warned:
         tree.add(cell(f"warned: {', '.join(node.warned)}"))
+    for child in node.children:
+        branch = tree.add(cell(child.housekeeping or f"run {child.run_id}: {child.ending}"))
+        if child.trip is not None:
+            branch.add(cell(f"stopped: {child.trip.reason if is_public else child.trip.detail}"))
+        _inside(branch, child, is_public)
 
 
 def _by_cost(spent: dict[str, Spent]) -> list[tuple[str, Spent]]:

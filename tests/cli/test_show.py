@@ -13,6 +13,7 @@ from budgetguard_cli.app import app
 from budgetguard_core import Budget, Guard, JsonLinesSink, MemoryStore
 from budgetguard_core.breakers import RateLimit
 from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall, end_run
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
 from run_logs import COST_OF_A_CALL, budget, finalized, in_attempts, work, write
@@ -288,9 +289,11 @@ def test_a_run_is_found_by_a_unique_beginning_of_its_id(tmp_path):
     assert "is not in" in invoke("x", code=2, BUDGETGUARD_LOG=folder)
 
 
-def test_a_run_as_markdown_is_its_tree_without_any_text_of_the_run(tmp_path):
+def test_a_run_as_markdown_is_its_tree_without_any_text_or_tenant_of_the_run(tmp_path):
+    url = f"sqlite:///{tmp_path}/ledger.sqlite3"
+    paid = {"tenant": "acme 4111", "ledger": Ledger(url, daily_usd=9)}
     with JsonLinesSink(tmp_path / "log.jsonl") as sink:
-        guard = Guard(budget(max_iterations=1), run_id="<b>|@team", sinks=[sink])
+        guard = Guard(budget(max_iterations=1), run_id="<b>|@team", sinks=[sink], **paid)
         child = guard.child(Budget(), run_id="helper")
         child.abort("card 4111")
         child.admit_model_call(ModelCall(model="gpt-4o"))
