@@ -212,8 +212,8 @@ def _print(shown: Sequence[Shown], missing: Sequence[str]) -> None:
         console.print(Padding(Text(line), (0, 0, 0, len(text) - len(line)), expand=False))
 
     say(
-        'The model of this demonstration answers everything with the tool call read_file("deploy'
-        f'.log"). It is a script in this process, priced as {MODEL}, a token for every four '
+        'The model of this demonstration answers everything with the tool call search("deploy.log'
+        f'"). It is a script in this process, priced as {MODEL}, a token for every four '
         "characters. Nothing leaves the machine."
     )
     if missing:

@@ -13,11 +13,12 @@ from budgetguard_cli.options import AsJson
 from budgetguard_cli.screen import printable, refuse, write_json
 
 Framework = Literal["langgraph", "openai-agents", "strands", "pydantic-ai", "loop", "openai"]
-_NEEDS = {
+NEEDS = {
     "langgraph": ("langchain", '".[langchain]" in the checkout'),
     "openai-agents": ("agents", '".[openai-agents]" in the checkout'),
     "strands": ("strands", '".[strands]" in the checkout'),
     "pydantic-ai": ("pydantic_ai", '".[pydantic-ai]" in the checkout'),
+    "loop": ("budgetguard_loop", '".[all]" in the checkout'),
     "openai": ("openai", "openai httpx"),
 }
 """The package that an agent imports, and how it is installed."""
@@ -42,8 +43,8 @@ def quickstart(
     Ends with 0, and with 2 when the file is there already, would hide a package, or cannot be
     written.
     """
-    text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
-    needs, install = _NEEDS.get(framework, ("sys", ""))
+    text = text_of(framework)
+    needs, install = NEEDS[framework]
     if find_spec(needs) is None:
         said = f"this agent needs {needs}, not installed here: pip install {install}"
         typer.echo(f"budgetguard: {said}", err=True)
@@ -64,3 +65,8 @@ def quickstart(
     if as_json:
         write_json(written)
     typer.echo(f"Run it: python {printable(str(output))}", err=True)
+
+
+def text_of(framework: str) -> str:
+    """Return the agent of a framework, as it is written."""
+    return files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")

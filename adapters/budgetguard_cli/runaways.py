@@ -1,28 +1,25 @@
-"""A runaway in each framework, built the way its users build an agent, with a scripted model."""
+"""The agents that `quickstart` writes, with a model that never changes its mind."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
+from budgetguard_cli.quickstart import NEEDS, text_of
 from budgetguard_core import Guard, Outcome
 from budgetguard_core.kit import TokenUsage
 from budgetguard_core.testing.scripted import Answers, Turn
 
-PROMPT: Final = "Find out why the deployment failed."
-CALL: Final = {"read_file": {"path": "deploy.log"}}
+CALL: Final = {"search": {"query": "deploy.log"}}
 _CHARACTERS_PER_TOKEN: Final = 4
 # An adapter that fails to stop its loop must fail, not hang.
 _MOST_CALLS: Final = 200
 
 Tool: TypeAlias = Callable[[str], str]
-Runaway: TypeAlias = Callable[[Any, Guard, Tool], "Outcome | None"]
-"""Runs an agent with this model and this tool until the guard stops it."""
 
 
 class StickyAnswers(Answers):
@@ -31,11 +28,11 @@ class StickyAnswers(Answers):
     def __init__(self, tool: Tool) -> None:
         super().__init__([CALL])
         self._tool = tool
-        self._size = len(PROMPT)
+        self._size = len("Find it.")
 
-    def read_file(self, path: str) -> str:
-        """Read a file."""
-        text = self._tool(path)
+    def search(self, query: str) -> str:
+        """Search."""
+        text = self._tool(query)
         self._size += len(text)
         return text
 
@@ -51,96 +48,32 @@ class StickyAnswers(Answers):
         return super().next()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Agent:
-    """One adapter in the demonstration.
+    """The agent that `quickstart` writes for a framework."""
 
-    Attributes:
-        adapter: The import package that binds the framework.
-        needs: The framework's import package.
-    """
-
-    adapter: str
+    name: str
     title: str
-    run: Runaway
-    needs: str = "budgetguard_core"
-
-    @property
-    def name(self) -> str:
-        """Its name on the command line."""
-        return self.adapter.removeprefix("budgetguard_").replace("_", "-")
 
     def is_installed(self) -> bool:
-        """Return whether the adapter and its framework can be imported."""
-        return all(find_spec(name) is not None for name in (self.adapter, self.needs))
+        """Return whether its framework can be imported."""
+        return find_spec(NEEDS[self.name][0]) is not None
 
     def run_away(self, answers: StickyAnswers, guard: Guard) -> Outcome | None:
-        """Run it with the adapter's scripted model."""
-        model = import_module(f"{self.adapter}.scripted").scripted_model(answers)
-        return self.run(model, guard, answers.read_file)
-
-
-def _plain_loop(model: Any, guard: Guard, read_file: Tool) -> Outcome:
-    from budgetguard_loop import run_bounded
-
-    return run_bounded(
-        model, guard, messages=PROMPT, tools={"read_file": read_file}, model="gpt-4o"
-    )
-
-
-def _langgraph(model: Any, guard: Guard, read_file: Tool) -> Outcome | None:
-    import langchain.agents
-
-    from budgetguard_langgraph import bounded
-
-    agent = cast("Any", langchain.agents).create_agent(model, tools=[read_file])
-    bounded(agent, guard).invoke({"messages": [("user", PROMPT)]})
-    return guard.outcome
-
-
-def _openai_agents(model: Any, guard: Guard, read_file: Tool) -> Outcome:
-    import agents
-
-    from budgetguard_openai_agents import bounded_run, outcome
-
-    def read(path: str) -> str:
-        return read_file(path)
-
-    tool = agents.function_tool(read, name_override="read_file")
-    agent = agents.Agent(name="operator", model=model, tools=[tool])
-    config = agents.RunConfig(tracing_disabled=True)
-    return outcome(asyncio.run(bounded_run(agent, PROMPT, budget=guard, run_config=config)))
-
-
-def _pydantic_ai(model: Any, guard: Guard, read_file: Tool) -> Outcome | None:
-    import pydantic_ai
-
-    from budgetguard_pydantic_ai import BudgetCapability
-
-    tool = pydantic_ai.Tool(read_file, takes_ctx=False, name="read_file")
-    pydantic_ai.Agent(model, tools=[tool], capabilities=[BudgetCapability(guard)]).run_sync(PROMPT)
-    return guard.outcome
-
-
-def _strands(model: Any, guard: Guard, read_file: Tool) -> Outcome | None:
-    import strands
-
-    from budgetguard_strands import BudgetHookProvider
-
-    def read(path: str) -> str:
-        return read_file(path)
-
-    provider = BudgetHookProvider(guard)
-    tool = cast("Any", strands).tool(name="read_file", description="Read a file.")(read)
-    agent = strands.Agent(model=model, tools=[tool], hooks=[provider], callback_handler=None)
-    agent(PROMPT)
-    return provider.outcome(agent)
+        """Run it with this model, and its tool, until the guard stops it."""
+        given = {"never_ends": answers, "budget": guard, "search": answers.search}
+        text = text_of(self.name)
+        text = re.sub("^(never_ends|budget) = .*", r"\1 = given['\1']", text, flags=re.MULTILINE)
+        text = text.replace('f"nothing about {query}"', "given['search'](query)")
+        names: dict[str, Any] = {"__name__": "agent", "given": given, "print": lambda *_: None}
+        exec(text, names)  # noqa: S102 - a file of this package
+        return guard.outcome
 
 
 AGENTS: Final = (
-    Agent("budgetguard_langgraph", "A LangGraph graph", _langgraph, "langchain"),
-    Agent("budgetguard_loop", "A plain Python loop", _plain_loop),
-    Agent("budgetguard_openai_agents", "OpenAI Agents SDK", _openai_agents, "agents"),
-    Agent("budgetguard_pydantic_ai", "Pydantic AI", _pydantic_ai, "pydantic_ai"),
-    Agent("budgetguard_strands", "Strands Agents", _strands, "strands"),
+    Agent("langgraph", "A LangGraph graph"),
+    Agent("loop", "A plain Python loop"),
+    Agent("openai-agents", "OpenAI Agents SDK"),
+    Agent("pydantic-ai", "Pydantic AI"),
+    Agent("strands", "Strands Agents"),
 )
