@@ -25,34 +25,31 @@ from budgetguard_cli.show import show
 from budgetguard_cli.watch import watch
 
 
-class _Command(TyperCommand):
-    """One command: its help names values, not the types of Python."""
+class _Named:
+    """A command whose help names values, not the types of Python: `--max-seconds SECONDS`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters: `--max-seconds SECONDS`."""
-        return _named(super().get_params(ctx))
+        """Return the parameters."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            name = param.name.rpartition("_")[2].upper()
+            param.metavar = param.metavar or ("" if getattr(param, "is_flag", False) else name)
+            if isinstance(param, TyperArgument):
+                vars(param)["display_type_rich"] = lambda **_: None
+        return params
 
 
-class _Commands(TyperGroup):
+class _Command(_Named, TyperCommand):
+    """One command."""
+
+
+class _Commands(_Named, TyperGroup):
     """All commands, in panels in their help alone: an error stays one line for a script."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         self.rich_markup_mode = "rich"
         super().format_help(ctx, formatter)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters."""
-        return _named(super().get_params(ctx))
-
-
-def _named(params: list[Any]) -> list[Any]:
-    for param in params:
-        name = param.name.rpartition("_")[2].upper()
-        param.metavar = param.metavar or ("" if getattr(param, "is_flag", False) else name)
-        if isinstance(param, TyperArgument):
-            vars(param)["display_type_rich"] = lambda **_: None
-    return params
 
 
 app = typer.Typer(

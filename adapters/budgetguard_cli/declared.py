@@ -76,14 +76,10 @@ def declared() -> Iterator[Entry]:
 
 @cache
 def _ranges() -> dict[tuple[str, str], SpecifierSet]:
-    try:
-        lines = importlib.metadata.requires(_OURS) or []
-        extras = importlib.metadata.metadata(_OURS).get_all("Provides-Extra") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
+    extras = importlib.metadata.metadata(_OURS).get_all("Provides-Extra") or []
     return {
         (extra, one.name.lower()): one.specifier
-        for one in map(Requirement, lines)
+        for one in map(Requirement, importlib.metadata.requires(_OURS) or [])
         for extra in extras
         if one.marker is not None and one.marker.evaluate({"extra": extra})
     }

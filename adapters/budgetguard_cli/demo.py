@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import count
@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from budgetguard_cli.options import AsJson
-from budgetguard_cli.runaways import AGENTS, Agent, StickyAnswers, Tool
+from budgetguard_cli.runaways import AGENTS, Agent, StickyAnswers
 from budgetguard_cli.screen import printable, refuse, table, write_json
 from budgetguard_core import Budget, Guard, PriceBook
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
@@ -42,18 +42,9 @@ _LOG = "".join(
 )
 
 
-def _same() -> Tool:
-    return lambda path: f"{path}:\n{_LOG}"
-
-
-def _growing() -> Tool:
-    numbers = count(1)
-    return lambda path: f"{path}:\n{_LOG}attempt {next(numbers)} of the health check failed\n"
-
-
-_ACTS: dict[str, Callable[[], Tool]] = {
-    "The tool says the same thing every time": _same,
-    "The tool says something new every time": _growing,
+_ACTS = {
+    "The tool says the same thing every time": "",
+    "The tool says something new every time": "attempt {} of the health check failed\n",
 }
 
 
@@ -140,7 +131,7 @@ def run_agents(agents: Sequence[Agent], *, quick: bool = False) -> list[Shown]:
 
 def _run_away(shown: Shown, title: str) -> None:
     shown.details.append(f"{title}:")
-    used: list[TokenUsage] = []
+    used, attempts = list[TokenUsage](), count(1)
 
     def take(event: Event) -> None:
         nudge = event.message if isinstance(event, NudgeTaken) else None
@@ -151,7 +142,10 @@ def _run_away(shown: Shown, title: str) -> None:
         if isinstance(event, ModelCallSettled) and event.usage is not None:
             used.append(event.usage)
 
-    guard, answers = Guard(_BUDGET, sinks=[take]), StickyAnswers(_ACTS[title]())
+    def look(query: str) -> str:
+        return f"{query}:\n{_LOG}{_ACTS[title].format(next(attempts))}"
+
+    guard, answers = Guard(_BUDGET, sinks=[take]), StickyAnswers(look)
     outcome = shown.agent.run_away(answers, guard)
     if outcome is None:
         shown.failed = "the run ended without an outcome."

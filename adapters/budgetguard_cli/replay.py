@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import typer
 
-from budgetguard_cli.counted import REFUSED, Amounts, Counted, plain
+from budgetguard_cli.counted import Amounts, Counted, plain
 from budgetguard_cli.options import AsJson, Logs, budgeted
 from budgetguard_cli.runs import Run, read_runs
 from budgetguard_cli.screen import counted, in_dollars, printable, say, table, write_json
@@ -16,13 +16,6 @@ from budgetguard_core import Budget
 from budgetguard_core.stop import PRECEDENCE
 
 _SHOWN = 20
-_BREAKERS = {
-    REFUSED: "tool calls refused",
-    "call_delayed": "calls delayed",
-    "tool_call_turned_away": "tool calls turned away",
-    "circuit_breaker_changed": "circuit breakers changed",
-    "tool_mix_unusual": "unusual mixes of tools",
-}
 
 
 @budgeted
@@ -101,7 +94,7 @@ def _show(found: dict[str, Any], cut: Sequence[Run], budget: Budget) -> None:
         "tool calls saved": f"{saved['tool_calls']:,} of {of['tool_calls']:,}",
         "tokens saved": f"{saved['tokens']:,} of {of['tokens']:,}",
         "dollars saved": f"{_dollars(saved)} of {_dollars(of)}",
-        **{what: f"{refused[name]:,}" for name, what in _BREAKERS.items() if refused[name]},
+        **{name.replace("_", " "): f"{count:,}" for name, count in refused.items()},
     }
     rows = table("", "")
     rows.show_header = False

@@ -6,44 +6,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
 
 from budgetguard_cli.counted import Counted
 from budgetguard_cli.logs import Line, Problem, complain, read_event, read_file, readable, reason
 from budgetguard_cli.screen import figure
-from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage
-from budgetguard_core.events import (
-    BudgetExtended,
-    CallDelayed,
-    FallbackStarted,
-    HousekeepingBegan,
-    HousekeepingEnded,
-    IncidentRecorded,
-    LimitNearlyReached,
-    ModelCallAdmitted,
-    ModelCallRefused,
-    ModelCallSettled,
-    ModelCallWithdrawn,
-    RunEnded,
-    RunPaused,
-    RunRestored,
-    RunResumed,
-    RunStarted,
-    ToolCallSettled,
-    ToolCallsRequested,
-    ToolCallTurnedAway,
-    TripObserved,
-    Tripped,
-)
+from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage, events
 from budgetguard_core.kit import Event
 
 SPENT_ON_ANSWERS = "(answers)"
 """What model calls cost whose reply asked for no tool."""
 _MOST_POINTS = 240
 _UNNAMED = "unnamed model"
-_POINTS = (ModelCallSettled, ToolCallsRequested, Tripped, RunEnded)
+Begins: TypeAlias = events.RunStarted | events.RunRestored
+"""The event that a run begins with, in each of its logs."""
+_POINTS = (events.ModelCallSettled, events.ToolCallsRequested, events.Tripped, events.RunEnded)
 # What a forged or damaged record can raise on its way through the engine.
 _DAMAGE = (BudgetGuardError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -177,7 +156,7 @@ class Run:
         self,
         file: str,
         line: int,
-        event: RunStarted | RunRestored,
+        event: Begins,
         prices: PriceBook,
         candidate: Budget | None = None,
         points: bool = False,
@@ -226,7 +205,7 @@ class Run:
         if self.damaged is not None:
             return None
         self.last_ns = max(self.last_ns, event.wall_ns)
-        resumes = isinstance(event, RunRestored) and event.run_id == self.root.run_id
+        resumes = isinstance(event, events.RunRestored) and event.run_id == self.root.run_id
         if self._seq not in (None, event.seq - 1) and not resumes:
             self.damaged = f"event {(self._seq or 0) + 1} of the run must be next, got {event.seq}"
             return self.damaged
@@ -237,10 +216,10 @@ class Run:
             self.recorded.apply(event, is_root=is_root)
             if self.candidate is not None:
                 self.candidate.apply(event, is_root=is_root)
-            if isinstance(event, RunRestored | RunStarted) and event.run_id in self.nodes:
+            if isinstance(event, Begins) and event.run_id in self.nodes:
                 if goes_on or not is_root:
                     self.nodes[event.run_id].resume(_facts(event)[0])
-            elif isinstance(event, RunRestored | RunStarted):
+            elif isinstance(event, Begins):
                 self._add(event)
             self._attribute(self.nodes[event.run_id], event)
         except _DAMAGE as error:
@@ -271,7 +250,9 @@ class Run:
 
     def _point(self, event: Event) -> None:
         self._seen += 1
-        if self._seen % (self._skip + 1) and not isinstance(event, RunEnded | Tripped):
+        if self._seen % (self._skip + 1) and not isinstance(
+            event, events.RunEnded | events.Tripped
+        ):
             return
         seconds = (event.at_ns - self._begun_ns) / 1_000_000_000
         self.points.append(Point(max(seconds, 0.0), self.shares()))
@@ -279,7 +260,7 @@ class Run:
             self.points = self.points[::2]
             self._skip = self._skip * 2 + 1
 
-    def _add(self, event: RunStarted | RunRestored) -> Node:
+    def _add(self, event: Begins) -> Node:
         budget, parent, mode, tenant = _facts(event)
         node = self.nodes[event.run_id] = Node(event.run_id, budget, mode, tenant)
         if parent is not None and parent in self.nodes:
@@ -288,16 +269,16 @@ class Run:
 
     def _attribute(self, node: Node, event: Event) -> None:
         match event:
-            case ModelCallAdmitted():
+            case events.ModelCallAdmitted():
                 node.settle_answer()
                 name = self._models[event.call_id] = event.call.model or _UNNAMED
                 node.models.setdefault(name, Spent()).calls += 1
-            case ModelCallRefused():
+            case events.ModelCallRefused():
                 node.refusals[event.reason] += 1
-            case ModelCallWithdrawn():
+            case events.ModelCallWithdrawn():
                 if name := self._models.pop(event.call_id, ""):
                     node.models[name].calls -= 1
-            case ModelCallSettled():
+            case events.ModelCallSettled():
                 name = self._models.pop(event.call_id, _UNNAMED)
                 spent = node.models.setdefault(name, Spent())
                 spent.failed += event.error is not None
@@ -305,47 +286,47 @@ class Run:
                 cost = Decimal(0) if event.cost_usd is None else Decimal(event.cost_usd)
                 spent.cost_usd += cost
                 node.last_cost += cost
-            case ToolCallTurnedAway():
+            case events.ToolCallTurnedAway():
                 self._turned_away[event.name] += 1
                 node.refusals[event.reason] += 1
-            case ToolCallsRequested():
+            case events.ToolCallsRequested():
                 self._requested(node, event)
-            case ToolCallSettled():
+            case events.ToolCallSettled():
                 name = self._tools.pop(event.call_id, "")
                 if name and event.error is not None:
                     node.tools[name].failed += 1
-            case LimitNearlyReached():
+            case events.LimitNearlyReached():
                 node.warned.append(event.dimension)
-            case FallbackStarted():
+            case events.FallbackStarted():
                 node.fallback = f"to {event.model}, at the share of {event.dimension}"
-            case Tripped():
+            case events.Tripped():
                 node.trip = event.trip
-            case TripObserved():
+            case events.TripObserved():
                 node.observed = event.trip
-            case IncidentRecorded():
+            case events.IncidentRecorded():
                 node.next_step = event.next_step
                 node.may_have_taken_effect = event.may_have_taken_effect
-            case CallDelayed():
+            case events.CallDelayed():
                 node.delayed += 1
-            case BudgetExtended():
+            case events.BudgetExtended():
                 node.budget = Budget.from_json(event.budget)
-            case HousekeepingBegan():
+            case events.HousekeepingBegan():
                 node.housekeeping = "housekeeping" if event.answers_for is None else "last answer"
-            case HousekeepingEnded():
+            case events.HousekeepingEnded():
                 # It has no outcome of its own.
                 node.settle_answer()
-            case RunPaused():
+            case events.RunPaused():
                 node.status = "paused"
-            case RunResumed():
+            case events.RunResumed():
                 node.status = None
-            case RunEnded():
+            case events.RunEnded():
                 node.settle_answer()
                 node.status, node.error, node.usage = event.status, event.error, event.usage
                 node.stop_reason, node.finalized = event.stop_reason, event.finalized
             case _:
                 pass
 
-    def _requested(self, node: Node, event: ToolCallsRequested) -> None:
+    def _requested(self, node: Node, event: events.ToolCallsRequested) -> None:
         part = node.last_cost / max(len(event.calls), 1)
         node.last_cost = Decimal(0)
         away, self._turned_away = self._turned_away, Counter()
@@ -385,11 +366,11 @@ class Runs:
         if event is None or isinstance(event, Problem):
             return event
         run = self._of.get(event.run_id)
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             within = None if event.parent_run_id is None else self._of.get(event.parent_run_id)
             run = within
         if run is None:
-            if not isinstance(event, RunStarted | RunRestored):
+            if not isinstance(event, Begins):
                 return Problem(line.number, "the run of this event has no start in this file.")
             try:
                 run = Run(file, line.number, event, **self._options)
@@ -428,10 +409,10 @@ def used_of(usage: Usage, dimension: str) -> int | float | Decimal:
 
 
 def _facts(
-    event: RunStarted | RunRestored,
+    event: Begins,
 ) -> tuple[Budget, str | None, str, tuple[str, ...]]:
     """Return budget, parent, mode and tenants of a run that begins or goes on."""
-    if isinstance(event, RunStarted):
+    if isinstance(event, events.RunStarted):
         return Budget.from_json(event.budget), event.parent_run_id, event.mode, event.tenant
     snapshot: dict[str, Any] = event.snapshot
     return (

@@ -86,7 +86,6 @@ class _Tail:
     number: int = 0
     problems: int = 0
     """Lines that could not be read."""
-    inode: int | None = None
     unreadable: str = ""
     """Why the file cannot be opened; empty where it can, or went away."""
 
@@ -94,10 +93,6 @@ class _Tail:
         """Read what is new."""
         try:
             with self.path.open("rb") as file:
-                found = self.path.stat()
-                if found.st_ino != self.inode or found.st_size < self.offset:
-                    # Another file of that name, or one that begins anew.
-                    self.inode, self.offset, self.number, self.problems = found.st_ino, 0, 0, 0
                 file.seek(self.offset)
                 for line in read_lines(file, self.number):
                     if isinstance(line, Line) and line.last:

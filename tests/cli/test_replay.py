@@ -241,7 +241,7 @@ def test_quotas_refuse_calls_and_the_run_goes_on(log):
     assert found["breakers"] == {"tool_call_refused": 4}
     shown = in_words(replay(path, "--tool-quota", "read_*=2").stdout)
     assert "Budget: read_*=2; loop detection on." in shown
-    assert "tool calls refused 4" in shown
+    assert "tool call refused 4" in shown
 
 
 @pytest.mark.sample(4)

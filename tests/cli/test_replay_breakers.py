@@ -57,8 +57,8 @@ def test_what_the_breakers_of_a_profile_would_have_done_is_reported(tmp_path, lo
     found = figures(tmp_path, log, 'rate_limits = { "*" = { rate = 2, burst = 3 } }')
     assert found["breakers"]["tool_call_turned_away"] > 5
     text = run(tmp_path, log, f"circuit_breaker = {CIRCUIT}").stdout
-    assert "tool calls turned away" in text
-    assert "circuit breakers changed" in text
+    assert "tool call turned away" in text
+    assert "circuit breaker changed" in text
 
 
 def test_options_win_over_the_profile_and_a_wrong_one_is_refused(tmp_path, log):
