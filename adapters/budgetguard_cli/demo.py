@@ -178,10 +178,6 @@ def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Decimal | N
 
     Its context grows with each call as measured, until the model's window is full; then the oldest
     messages are dropped.
-
-    Args:
-        calls: What each call of the run used, in order.
-        prices: Where the price comes from.
     """
     rates = prices.rates_for(MODEL)
     if rates is None or len(calls) < 2:

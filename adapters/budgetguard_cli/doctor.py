@@ -26,14 +26,11 @@ _LOOP: Final = "budgetguard_loop"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at; a `problem` would not hold.
 
     Attributes:
-        status: `problem` is what would not hold.
         kind: What it is: framework, client, way, mix, model, ledger, profile or script; `run` is
             what concerns `budgetguard run` alone.
-        name: Which one.
-        detail: One sentence.
         version: The release that is installed, where it is a package.
     """
 

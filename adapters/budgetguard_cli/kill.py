@@ -9,7 +9,7 @@ import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, opened_ledger
 from budgetguard_cli.runs import read_runs
-from budgetguard_cli.screen import only, refuse, say, write_json
+from budgetguard_cli.screen import answer, only, refuse
 from budgetguard_cli.show import log_folder, logs_of
 
 
@@ -35,10 +35,7 @@ def kill(
     with opened_ledger(url) as ledger:
         who, run = who or _user(), _whole_id(run)
         done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
-        if as_json:
-            write_json(done._asdict())
-        else:
-            say(done.detail)
+        answer(as_json, [done._asdict()], done.detail)
 
 
 def revive(
@@ -63,13 +60,10 @@ def revive(
         ledger.revive(tenant=tenant, run=run, everything=everything)
         left = ledger.kills()
     revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
-    if as_json:
-        write_json(*(kill._asdict() for kill in revived))
-        return
-    if not revived:
-        say("nothing was revived: no such kill switch was set")
-    say(*(f"revived: {kill.detail}" for kill in revived))
-    say(*(f"still killed: {kill.detail}" for kill in left))
+    said = [f"revived: {kill.detail}" for kill in revived]
+    said = said or ["nothing was revived: no such kill switch was set"]
+    said += [f"still killed: {kill.detail}" for kill in left]
+    answer(as_json, (kill._asdict() for kill in revived), *said)
 
 
 def _one_of(tenant: str | None, run: str | None, everything: bool) -> None:

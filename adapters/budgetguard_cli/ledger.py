@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
-from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
+from budgetguard_cli.screen import answer, cell, printable, refuse, say, table, write_json
 from budgetguard_core.ledger import WindowUsage
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
 from budgetguard_core.ledger.step import TTL_SECONDS, HoldRecord
@@ -100,10 +100,8 @@ def set_ceilings(
             new = {name: _ceiling(name, text) for name, text in given.items() if text is not None}
             ledger.set_ceilings(tenant, **cast("Any", {**stored, **new}))
         now = ledger.ceilings().get(tenant or "", {})
-    if as_json:
-        write_json({"key": tenant, "own": bool(now), **{name: _plain(now)[name] for name in given}})
-    else:
-        say(_stored(tenant or "", now))
+    record = {"key": tenant, "own": bool(now), **{name: _plain(now)[name] for name in given}}
+    answer(as_json, [record], _stored(tenant or "", now))
 
 
 def reconcile(
@@ -154,23 +152,18 @@ def reconcile(
                 charged = ledger.settle_hold(one, None if hold is None else amount)
                 said = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
             results.append((one, charged, said))
-    if as_json:
-        write_json(*(_record(*one) for one in results))
-    else:
-        rows = table(
-            "reservation", "run or process", "tenant", "charged", "reported", "made", "result"
+    columns = ("reservation", "run or process", "tenant", "charged", "reported", "made", "result")
+    rows = table(*columns)
+    for one, _, said in results:
+        rows.add_row(
+            *map(cell, (one.id, one.owner, ", ".join(dict(one.windows)))),
+            _both(to_dollars(one.charge.usd), one.charge.tokens),
+            _both(to_dollars(one.spent.usd), one.spent.tokens),
+            _instant(one.made),
+            said,
         )
-        for one, _, said in results:
-            rows.add_row(
-                cell(one.id),
-                cell(one.owner),
-                cell(", ".join(dict(one.windows))),
-                _both(to_dollars(one.charge.usd), one.charge.tokens),
-                _both(to_dollars(one.spent.usd), one.spent.tokens),
-                _instant(one.made),
-                said,
-            )
-        say(rows if results else "nothing is to be reconciled")
+    records = (_record(*one) for one in results)
+    answer(as_json, records, rows if results else "nothing is to be reconciled")
     if any(charged is None for _, charged, _ in results):
         raise typer.Exit(1)
 
@@ -184,10 +177,7 @@ def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
     """
     with opened_ledger(url) as ledger:
         record = {"ledger": ledger.adopt(), "url": ledger.url}
-    if as_json:
-        write_json(record)
-    else:
-        say(f"adopted: ledger {record['ledger']} at {record['url']}")
+    answer(as_json, [record], f"adopted: ledger {record['ledger']} at {record['url']}")
 
 
 def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
@@ -199,10 +189,8 @@ def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
     """
     with opened_ledger(url) as ledger:
         wrong = ledger.check()
-    if as_json:
-        write_json(*({"problem": line} for line in wrong))
-    else:
-        say(*(wrong or ["every window equals the sum of its reservations"]))
+    said = wrong or ["every window equals the sum of its reservations"]
+    answer(as_json, ({"problem": line} for line in wrong), *said)
     if wrong:
         raise typer.Exit(1)
 

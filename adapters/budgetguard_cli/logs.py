@@ -46,10 +46,7 @@ class Problem(NamedTuple):
 
 
 def is_there(path: str | Path) -> bool:
-    """Return whether there is a file or folder; none has a name that is too long, or out of reach.
-
-    `Path.exists` raises there.
-    """
+    """Return whether there is a file or folder; `Path.exists` raises where a name is too long."""
     try:
         Path(path).stat()
     except (OSError, ValueError):
@@ -112,12 +109,7 @@ def complain(file: str, problems: Sequence[Problem]) -> None:
 
 
 def read_lines(file: io.BufferedReader, number: int = 0) -> Iterator[Line | Problem]:
-    """Read a file or a pipe line by line, unpacked where it is gzip, whatever its name says.
-
-    Args:
-        file: What is read from where it stands.
-        number: Of the line before.
-    """
+    """Read a file or a pipe on, behind a line of this number, unpacked where it is gzip."""
     try:
         packed = file.peek(len(_GZIP)).startswith(_GZIP)
         for data in gzip.GzipFile(fileobj=file) if packed else file:

@@ -349,10 +349,8 @@ class Run:
 class Runs:
     """Every tree of runs in the lines of files, also while they are written.
 
-    A run that goes on in another process has a file for each attempt: it is one run.
-
-    Args:
-        options: Another budget as `candidate`, and whether to keep `points`.
+    A run that goes on in another process has a file for each attempt: it is one run. The options
+    are those of `Run`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -387,12 +385,9 @@ class Runs:
 def read_runs(
     names: Sequence[str], *, candidate: Budget | None = None, points: bool = False
 ) -> tuple[list[Run], int]:
-    """Read the runs of files and folders, and name the lines that cannot be used.
+    """Read the runs of files and folders; return them, and how many lines could not be used.
 
-    Ends the command with 2 where a file cannot be read.
-
-    Returns:
-        The runs, and how many lines could not be used.
+    Those are named. Ends the command with 2 where a file cannot be read.
     """
     runs, number = Runs(candidate=candidate, points=points), 0
     for file in readable(names):

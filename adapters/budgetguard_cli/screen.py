@@ -51,12 +51,9 @@ def cell(text: object, style: str = "") -> Text:
 
 
 def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """Return an empty table, which folds what is too long: nothing of it is cut.
+    """Return an empty table, which folds what is too long, but the figures in columns at the right.
 
-    Args:
-        columns: Their headings.
-        right: The headings of columns of figures, which are never folded.
-        title: What stands over it.
+    Nothing of it is cut.
     """
     made = Table(box=None, pad_edge=False, title=title)
     for column in columns:
@@ -81,6 +78,11 @@ def write_json(*records: Mapping[str, object], errors: bool = False) -> None:
     """Write one object a line; amounts are strings, so that no digit is lost."""
     for record in records:
         typer.echo(json.dumps(record, default=str), err=errors)
+
+
+def answer(as_json: bool, records: Iterable[Mapping[str, object]], *parts: object) -> None:
+    """Write records for machines, or the same for people."""
+    write_json(*records) if as_json else say(*parts)
 
 
 def in_dollars(amount: Decimal) -> str:

@@ -19,6 +19,7 @@ from budgetguard_cli.logs import by_attempt, is_there
 from budgetguard_cli.options import AsJson
 from budgetguard_cli.runs import SPENT_ON_ANSWERS, Node, Run, Spent, read_runs
 from budgetguard_cli.screen import (
+    answer,
     at_minute,
     cell,
     counted,
@@ -26,7 +27,6 @@ from budgetguard_cli.screen import (
     only,
     printable,
     refuse,
-    say,
     table,
     write_json,
 )
@@ -112,9 +112,6 @@ def logs_of(run: str) -> list[str]:
 
 def _list(found: Sequence[Run], as_json: bool) -> None:
     newest = sorted(found, key=lambda one: -one.started_ns)
-    if as_json:
-        write_json(*map(plain, newest))
-        return
     columns = ("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
     rows = table(*columns, right=("spent",))
     rows.columns[0].no_wrap = True
@@ -126,7 +123,8 @@ def _list(found: Sequence[Run], as_json: bool) -> None:
             id_ = id_[:enough]
         rows.add_row(started, *map(cell, (id_, *cells)))
     more = f", the newest {_MOST_LISTED}" if len(found) > _MOST_LISTED else ""
-    say(rows, f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id.")
+    said = f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id."
+    answer(as_json, map(plain, newest), rows, said)
 
 
 def row(run: Run) -> list[str]:

@@ -118,7 +118,6 @@ class _Logs:
     now_ns: int = 0
 
     def look(self) -> None:
-        """Read what is new in every log, and find new logs."""
         self.now_ns = SystemClock.wall_ns()
         for path in self.paths:
             for log in sorted(path.glob("*.jsonl"), key=by_attempt) if path.is_dir() else [path]:

@@ -32,11 +32,7 @@ def attach() -> None:
 
 
 def adapt(adapter: str) -> None:
-    """Install a framework's adapter, which ends its runs normally; the seam bounds them anyway.
-
-    Args:
-        adapter: The adapter's package, which installs itself.
-    """
+    """Install a framework's adapter, which ends its runs normally; the seam bounds them anyway."""
     try:
         import_module(adapter)
     except (ImportError, BudgetGuardError) as error:

@@ -27,15 +27,8 @@ _SHOWN = ("iterations", "model_calls", "tool_calls", "total_tokens", "cost_usd",
 class RunReport:
     """The figures of one run: of its ledger, and by model of what its processes have written.
 
-    Args:
-        folder: Of the run.
-        budget: Its caps.
-        exit_code: The script's own.
-
     Attributes:
         stops: The limits that ended the run, or a part of it.
-        usage: What all processes used.
-        models: The same by model.
     """
 
     def __init__(self, folder: RunFolder, budget: Budget, exit_code: int) -> None:

@@ -26,17 +26,10 @@ _LADDER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def run_script(command: Sequence[str], folder: RunFolder, budget: Budget, *, grace_s: float) -> int:
-    """Run a script to its end.
+    """Run a script to its end; return its exit code, or 128 and the number of what killed it.
 
-    Args:
-        command: The interpreter's arguments.
-        folder: Of the run.
-        budget: Its caps.
-        grace_s: Seconds that the script has to end after a stop: see `Patience`. Then it is
-            interrupted, after as long again terminated, and after as long again killed.
-
-    Returns:
-        The script's exit code; 128 and the number of the signal that killed it.
+    After a stop it has `grace_s` seconds to end: see `Patience`. Then it is interrupted, after as
+    long again terminated, and after as long again killed.
     """
     path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, RUN: folder.url, "PYTHONPATH": path}
