@@ -16,7 +16,6 @@ from budgetguard_cli import ledger
 from budgetguard_cli.calibrate import calibrate
 from budgetguard_cli.demo import demo
 from budgetguard_cli.doctor import doctor
-from budgetguard_cli.kill import kill, revive
 from budgetguard_cli.quickstart import quickstart
 from budgetguard_cli.replay import replay
 from budgetguard_cli.report import report
@@ -96,7 +95,7 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Start": (demo, quickstart, doctor, run),
     "Look": (show, watch, report),
     "Tune": (calibrate, replay),
-    "Tenants": (kill, revive),
+    "Tenants": (ledger.kill, ledger.revive),
 }
 for _panel, _functions in _PANELS.items():
     for _function in _functions:

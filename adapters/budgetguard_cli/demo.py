@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from importlib.util import find_spec
 from itertools import count
-from typing import Annotated
+from typing import Annotated, Any, Final, TypeAlias
 
 import typer
 from rich.console import Console
@@ -16,13 +19,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from budgetguard_cli.options import AsJson
-from budgetguard_cli.runaways import AGENTS, Agent, StickyAnswers
+from budgetguard_cli.quickstart import NEEDS, text_of
 from budgetguard_cli.screen import printable, refuse, table, write_json
-from budgetguard_core import Budget, Guard, PriceBook
+from budgetguard_core import Budget, Guard, Outcome, PriceBook
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
 from budgetguard_core.kit import Event, TokenUsage
 from budgetguard_core.pricing import to_usd
 from budgetguard_core.run_log import FOLDER
+from budgetguard_core.testing.scripted import Answers, Turn
 
 MODEL = "gpt-4o"
 CALLS_PER_MINUTE = 20
@@ -46,6 +50,71 @@ _ACTS = {
     "The tool says the same thing every time": "",
     "The tool says something new every time": "attempt {} of the health check failed\n",
 }
+
+
+CALL: Final = {"search": {"query": "deploy.log"}}
+_CHARACTERS_PER_TOKEN: Final = 4
+# An adapter that fails to stop its loop must fail, not hang.
+_MOST_CALLS: Final = 200
+
+Tool: TypeAlias = Callable[[str], str]
+
+
+class StickyAnswers(Answers):
+    """Answers everything with the same tool call, and counts the tokens of its growing prompt."""
+
+    def __init__(self, tool: Tool) -> None:
+        super().__init__([CALL])
+        self._tool = tool
+        self._size = len("Find it.")
+
+    def search(self, query: str) -> str:
+        """Search."""
+        text = self._tool(query)
+        self._size += len(text)
+        return text
+
+    def next(self) -> Turn:
+        """Take the next answer; after 200 calls it is a text."""
+        asked = len(json.dumps(CALL))
+        self.usage = TokenUsage(
+            self._size // _CHARACTERS_PER_TOKEN + 1, asked // _CHARACTERS_PER_TOKEN
+        )
+        self._size += asked
+        if self.calls >= _MOST_CALLS:
+            self.answers = ["I give up: nobody stopped me."]
+        return super().next()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The agent that `quickstart` writes for a framework."""
+
+    name: str
+    title: str
+
+    def is_installed(self) -> bool:
+        """Return whether its framework can be imported."""
+        return find_spec(NEEDS[self.name][0]) is not None
+
+    def run_away(self, answers: StickyAnswers, guard: Guard) -> Outcome | None:
+        """Run it with this model, and its tool, until the guard stops it."""
+        given = {"never_ends": answers, "budget": guard, "search": answers.search}
+        text = text_of(self.name)
+        text = re.sub("^(never_ends|budget) = .*", r"\1 = given['\1']", text, flags=re.MULTILINE)
+        text = text.replace('f"nothing about {query}"', "given['search'](query)")
+        names: dict[str, Any] = {"__name__": "agent", "given": given, "print": lambda *_: None}
+        exec(text, names)  # noqa: S102 - a file of this package
+        return guard.outcome
+
+
+AGENTS: Final = (
+    Agent("langgraph", "A LangGraph graph"),
+    Agent("loop", "A plain Python loop"),
+    Agent("openai-agents", "OpenAI Agents SDK"),
+    Agent("pydantic-ai", "Pydantic AI"),
+    Agent("strands", "Strands Agents"),
+)
 
 
 @dataclass(slots=True)
@@ -114,18 +183,14 @@ def run_agents(agents: Sequence[Agent], *, quick: bool = False) -> list[Shown]:
 
     The folder that `BUDGETGUARD_LOG` names is left alone: these runs are nobody's.
     """
+    os.environ.pop(FOLDER, None)
     shown = [Shown(agent) for agent in agents]
-    folder = os.environ.pop(FOLDER, None)
-    try:
-        for one in shown:
-            try:
-                for title in list(_ACTS)[: 1 if quick else None]:
-                    _run_away(one, title)
-            except Exception as error:
-                one.failed = one.failed or f"{type(error).__name__}: {error}"
-    finally:
-        if folder is not None:
-            os.environ[FOLDER] = folder
+    for one in shown:
+        try:
+            for title in list(_ACTS)[: 1 if quick else None]:
+                _run_away(one, title)
+        except Exception as error:
+            one.failed = one.failed or f"{type(error).__name__}: {error}"
     return shown
 
 

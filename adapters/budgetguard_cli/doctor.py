@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import pkgutil
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.machinery import FileFinder
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
-from budgetguard_cli.declared import Entry, declared
 from budgetguard_cli.logs import is_there
 from budgetguard_cli.options import AsJson, LedgerUrl, ProfileName, missing_file
 from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
@@ -19,9 +25,50 @@ from budgetguard_core import BudgetGuardError, ConfigurationError, PriceBook
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import Profiles, find_file, load_profile
 
+_OURS: Final = "budgetguard"
 _PROVIDER: Final = "<provider>"
 _AMBIENT: Final = "budgetguard_http"
 _LOOP: Final = "budgetguard_loop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A module that calls models: one that an adapter covers, or one that nothing bounds.
+
+    Attributes:
+        adapter: The adapter's package that declares it.
+        module: What a script imports.
+        texts: It does other work, too: it counts where the script names one of these.
+        distribution: What is installed.
+        extra: The extra of ours that brings it, with its range of releases.
+        gaps: What the adapter does not cover there.
+        run_gaps: The same, of `budgetguard run` alone.
+        why: Why it is not covered; empty where it is.
+        instead: What to use then.
+    """
+
+    adapter: str
+    module: str
+    texts: Sequence[str] = ()
+    distribution: str = ""
+    extra: str = ""
+    gaps: Sequence[str] = ()
+    run_gaps: Sequence[str] = ()
+    why: str = ""
+    instead: str = ""
+
+    @property
+    def installed(self) -> str | None:
+        """The release that is installed, or None."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def supported(self) -> SpecifierSet:
+        """The releases that our own metadata names; all where it names none."""
+        return _ranges().get((self.extra, self.distribution), SpecifierSet())
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +271,30 @@ def _table(found: Iterable[Finding]) -> Table:
         status = cell(one.status, styles.get(one.status, ""))
         rows.add_row(status, one.kind, cell(one.name), one.version or "", cell(one.detail))
     return rows
+
+
+def declared() -> Iterator[Entry]:
+    """Read it from each adapter's `coverage.toml`; no adapter is imported."""
+    for found in pkgutil.iter_modules():
+        finder = found.module_finder
+        if not found.name.startswith(f"{_OURS}_") or not isinstance(finder, FileFinder):
+            continue
+        file = Path(finder.path, found.name, "coverage.toml")
+        if file.is_file():
+            content = tomllib.loads(file.read_text(encoding="utf-8"))
+            common = {key: content[key] for key in ("extra", "gaps", "run_gaps") if key in content}
+            for entry in content.get("covers", ()):
+                yield Entry(adapter=found.name, **{**common, **entry})
+            for entry in content.get("uncovered", ()):
+                yield Entry(adapter=found.name, **entry)
+
+
+@cache
+def _ranges() -> dict[tuple[str, str], SpecifierSet]:
+    extras = importlib.metadata.metadata(_OURS).get_all("Provides-Extra") or []
+    return {
+        (extra, one.name.lower()): one.specifier
+        for one in map(Requirement, importlib.metadata.requires(_OURS) or [])
+        for extra in extras
+        if one.marker is not None and one.marker.evaluate({"extra": extra})
+    }

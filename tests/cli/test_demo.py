@@ -11,9 +11,16 @@ import pytest
 
 import layout
 from budgetguard_cli import demo as command
-from budgetguard_cli.demo import CALLS_PER_MINUTE, HOURS, MODEL, run_agents, until_morning
+from budgetguard_cli.demo import (
+    AGENTS,
+    CALLS_PER_MINUTE,
+    HOURS,
+    MODEL,
+    Agent,
+    run_agents,
+    until_morning,
+)
 from budgetguard_cli.quickstart import NEEDS
-from budgetguard_cli.runaways import AGENTS, Agent
 from budgetguard_core import Price, PriceBook
 from budgetguard_core.kit import TokenUsage, end_run
 from budgetguard_loop import run_bounded

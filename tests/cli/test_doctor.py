@@ -11,10 +11,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
-from budgetguard_cli import declared as declarations
+from budgetguard_cli import doctor as command
 from budgetguard_cli.app import app
-from budgetguard_cli.declared import Entry, declared
-from budgetguard_cli.doctor import packages
+from budgetguard_cli.doctor import Entry, declared, packages
 from budgetguard_cli.source import Source, read_source
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +229,7 @@ def test_ledger(doctor, tmp_path):
 
 
 def test_a_release_that_is_not_supported_is_a_problem(monkeypatch):
-    monkeypatch.setattr(declarations, "_ranges", lambda: {("x", "pytest"): SpecifierSet("<1")})
+    monkeypatch.setattr(command, "_ranges", lambda: {("x", "pytest"): SpecifierSet("<1")})
     one = Entry(adapter="budgetguard_x", module="pytest", distribution="pytest", extra="x")
     (finding,) = packages([one], Source(modules={"pytest"}))
     assert finding.status == "problem"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from budgetguard_cli.run.attach import RunLedger
 from budgetguard_cli.run.folder import RunFolder
-from budgetguard_cli.run.plug import RunLedger
 from budgetguard_cli.run.report import RunReport
 from budgetguard_cli.run.script import Patience
 from budgetguard_core import Budget, FinalizeReserve, StopReason, Trip

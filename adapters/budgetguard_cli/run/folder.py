@@ -24,6 +24,8 @@ RUN: Final = "BUDGETGUARD_RUN"
 """The environment variable that names the ledger of the run: its URL."""
 CALLS, TURNS, ANSWERS, QUOTA = "run", "iterations", "last answers", "quota {}"
 """The keys of the ledger: of all calls, of turns, of what is kept back, of a quota by its place."""
+OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
+"""What each process looks after by itself; it stops no other one."""
 _TIMEOUT_S: Final = 10.0
 _GONE: Final = "`budgetguard run` is gone"
 

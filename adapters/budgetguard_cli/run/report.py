@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from budgetguard_cli.logs import read_file
-from budgetguard_cli.run.folder import ANSWERS, CALLS, TURNS, RunFolder
-from budgetguard_cli.run.plug import OF_A_PROCESS
+from budgetguard_cli.run.folder import ANSWERS, CALLS, OF_A_PROCESS, TURNS, RunFolder
 from budgetguard_cli.runs import Runs, Spent
 from budgetguard_cli.screen import counted, figure, printable, table
 from budgetguard_core import Budget, Usage
