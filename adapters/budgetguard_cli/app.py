@@ -28,7 +28,6 @@ class _Named:
     """A command whose help names values, not the types of Python: `--max-seconds SECONDS`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             name = param.name.rpartition("_")[2].upper()
@@ -46,7 +45,6 @@ class _Commands(_Named, TyperGroup):
     """All commands, in panels in their help alone: an error stays one line for a script."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
         self.rich_markup_mode = "rich"
         super().format_help(ctx, formatter)
 

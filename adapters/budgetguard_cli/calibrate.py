@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -104,14 +104,8 @@ class Measured:
 
     def plain(self) -> dict[str, Any]:
         """Return the counts for machines."""
-        return {
-            "runs": self.runs,
-            "used": self.usable,
-            "labelled": self.labelled,
-            "stopped": dict(sorted(self.stopped.items())),
-            "unfinished": self.unfinished,
-            "left_out": self.left_out,
-        }
+        same = ("runs", "labelled", "stopped", "unfinished", "left_out")
+        return {"used": self.usable, **{name: getattr(self, name) for name in same}}
 
 
 def calibrate(
@@ -180,7 +174,8 @@ def calibrate(
             )
         else:
             _show(name, group, proposals)
-            typer.echo(_toml(name, group, proposals), nl=False)
+            if proposals:
+                typer.echo(_toml(name, group, proposals))
     if not anything:
         refuse(
             f"nothing can be proposed: {FEWEST} runs of one profile that ended by themselves are "
@@ -226,7 +221,7 @@ def _show(name: str, group: Measured, proposals: Sequence[Proposal]) -> None:
         figures = map(figure, (spread.p50, spread.p95, spread.p99, spread.maximum, one.cap))
         rows.add_row(one.dimension, *figures, f"{one.exceeds:.2%}")
         interval = f"{figure(one.low)} to {figure(one.high)}"
-        notes.append(f"  {one.dimension}: {_basis(one)}, 95 % interval {interval}")
+        notes.append(f"  {one.dimension}: 95 % interval {interval}")
     for dimension, known in group.figures.items():
         if len(known) < group.usable:
             only = f"it is known of {len(known):,} of the runs only"
@@ -237,25 +232,22 @@ def _show(name: str, group: Measured, proposals: Sequence[Proposal]) -> None:
     say(rows, *notes, errors=True)
 
 
-def _toml(name: str, group: Measured, proposals: Iterable[Proposal]) -> str:
-    found = list(proposals)
-    if not found:
-        return ""
+def _toml(name: str, group: Measured, proposals: Sequence[Proposal]) -> str:
     lines = [
         f"# {group.usable} runs measured{'' if group.labelled else ', unlabelled'}"
-        f"{', provisional: measure more' if found[0].provisional else ''}.",
+        f"{', provisional: measure more' if proposals[0].provisional else ''}.",
         f"[profiles.{_quoted(name)}]",
         f'version = "calibrated-{group.usable}"',
     ]
-    for one in found:
+    for one in proposals:
         cap = group.whole_cap(one)
-        held = "" if cap == one.cap else ", and the reserve"
-        lines.append(f"{one.dimension} = {_in_toml(cap)}  # {_basis(one)}{held}")
+        basis = f"{one.factor:g} x {one.basis}" + (", and the reserve" if cap != one.cap else "")
+        lines.append(f"{one.dimension} = {_in_toml(cap)}  # {basis}")
     if group.reserve is not None:
         given = group.reserve.model_dump(exclude_unset=True, exclude_none=True)
         kept = ", ".join(f"{name} = {_in_toml(value)}" for name, value in given.items())
         lines.append(f"finalize_reserve = {{ {kept} }}")
-    return "".join(f"{line}\n" for line in (*lines, ""))
+    return "\n".join((*lines, ""))
 
 
 def _quoted(name: str) -> str:
@@ -266,10 +258,6 @@ def _quoted(name: str) -> str:
 
 def _in_toml(cap: Figure) -> str:
     return f'"{cap:f}"' if isinstance(cap, Decimal) else str(cap)
-
-
-def _basis(one: Proposal) -> str:
-    return f"{one.factor:g} x {one.basis}"
 
 
 def _sentence(one: Finding) -> str:

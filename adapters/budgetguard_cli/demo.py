@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from importlib.util import find_spec
 from itertools import count
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -57,13 +57,11 @@ _CHARACTERS_PER_TOKEN: Final = 4
 # An adapter that fails to stop its loop must fail, not hang.
 _MOST_CALLS: Final = 200
 
-Tool: TypeAlias = Callable[[str], str]
-
 
 class StickyAnswers(Answers):
     """Answers everything with the same tool call, and counts the tokens of its growing prompt."""
 
-    def __init__(self, tool: Tool) -> None:
+    def __init__(self, tool: Callable[[str], str]) -> None:
         super().__init__([CALL])
         self._tool = tool
         self._size = len("Find it.")

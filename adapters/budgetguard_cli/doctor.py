@@ -36,10 +36,7 @@ class Entry:
     """A module that calls models: one that an adapter covers, or one that nothing bounds.
 
     Attributes:
-        adapter: The adapter's package that declares it.
-        module: What a script imports.
         texts: It does other work, too: it counts where the script names one of these.
-        distribution: What is installed.
         extra: The extra of ours that brings it, with its range of releases.
         gaps: What the adapter does not cover there.
         run_gaps: The same, of `budgetguard run` alone.

@@ -133,10 +133,8 @@ def budgeted(command: Callable[..., None]) -> Callable[..., None]:
 def opened_ledger(url: str | None, *, may_be_new: bool = False) -> Generator[Ledger]:
     """Open the ledger of a command, which ends with 2 and one sentence on what is wrong.
 
-    Args:
-        url: As the user gave it.
-        may_be_new: Make the file where there is none. Else a wrong path would be an empty ledger,
-            and a kill in it would stop nobody.
+    One that `may_be_new` is made where there is none. Else a wrong path would be an empty ledger,
+    and a kill in it would stop nobody.
     """
     try:
         with Ledger(url, timeout=5.0) as ledger:

@@ -315,10 +315,8 @@ class Run:
             case events.HousekeepingEnded():
                 # It has no outcome of its own.
                 node.settle_answer()
-            case events.RunPaused():
-                node.status = "paused"
-            case events.RunResumed():
-                node.status = None
+            case events.RunPaused() | events.RunResumed():
+                node.status = "paused" if isinstance(event, events.RunPaused) else None
             case events.RunEnded():
                 node.settle_answer()
                 node.status, node.error, node.usage = event.status, event.error, event.usage

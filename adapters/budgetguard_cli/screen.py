@@ -66,12 +66,9 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None) ->
 
 def say(*parts: object, errors: bool = False) -> None:
     """Print tables, and texts as whole lines: a line that is folded could not be pasted."""
-    console = Console(stderr=errors)
     for part in parts:
-        if isinstance(part, str):
-            console.print(cell(part), soft_wrap=True)
-        else:
-            console.print(part)
+        is_text = isinstance(part, str)
+        Console(stderr=errors).print(cell(part) if is_text else part, soft_wrap=is_text)
 
 
 def write_json(*records: Mapping[str, object], errors: bool = False) -> None:

@@ -43,7 +43,7 @@ def watch(
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="With --once: one JSON object for each run.")
+        bool, typer.Option("--json", help="Look once: one JSON object for each run.")
     ] = False,
 ) -> None:
     """Watch runs live: a bar for each cap.
@@ -54,8 +54,6 @@ def watch(
 
     Ends with 0, and with 2 when there is nothing to watch.
     """
-    if as_json and not once:
-        refuse("--json needs --once: a live view is for people. Give both.")
     folder = log_folder()
     named = logs or ([folder] if folder else [])
     if not named:
@@ -90,7 +88,6 @@ class _Tail:
     """Why the file cannot be opened; empty where it can, or went away."""
 
     def read(self) -> None:
-        """Read what is new."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -128,10 +125,10 @@ class _Logs:
 
     def shown(self) -> list[Run]:
         """Return the runs that go on, the longest first, then those that have ended."""
-        runs = self.told.roots
-        going = sorted((run for run in runs if _goes_on(run)), key=lambda run: run.started_ns)
-        ended = sorted((run for run in runs if not _goes_on(run)), key=lambda run: -run.last_ns)
-        return [*going, *ended]
+        return sorted(
+            self.told.roots,
+            key=lambda run: (0, run.started_ns) if _goes_on(run) else (1, -run.last_ns),
+        )
 
     def render(self) -> Group:
         """Look, and return the view."""

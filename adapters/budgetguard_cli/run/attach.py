@@ -41,11 +41,7 @@ _PATIENCE_S: Final = 5.0
 
 
 def attach() -> None:
-    """Bound every call of this process that the HTTP seam sees.
-
-    Raises:
-        OSError: The run is over.
-    """
+    """Bound every call of this process that the HTTP seam sees."""
     plug = RunLedger(RunFolder(os.environ[RUN]))
 
     def bind() -> None:
