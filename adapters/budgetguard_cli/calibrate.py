@@ -27,25 +27,22 @@ _UNNAMED = "default"
 
 @dataclass
 class Measured:
-    """The runs of one profile.
-
-    Attributes:
-        labelled: Somebody has looked: the completed runs are known to be healthy.
-        left_out: Runs that an exception left, that somebody aborted, or that wait.
-        unfinished: Runs whose log breaks off: they go on, or their process was killed.
-        figures: What each healthy run used, by dimension.
-        budget: The budget of the last run.
-        estimated: Runs whose tokens are estimates in part.
-    """
+    """The runs of one profile."""
 
     labelled: bool
+    """Somebody has looked: the completed runs are known to be healthy."""
     runs: int = 0
     stopped: Counter[str] = field(default_factory=Counter[str])
     left_out: int = 0
+    """Runs that an exception left, that somebody aborted, or that wait."""
     unfinished: int = 0
+    """Runs whose log breaks off: they go on, or their process was killed."""
     figures: dict[str, list[Figure]] = field(default_factory=dict[str, list[Figure]])
+    """What each healthy run used, by dimension."""
     budget: Budget | None = None
+    """The budget of the last run."""
     estimated: int = 0
+    """Runs whose tokens are estimates in part."""
 
     def add(self, run: Run) -> None:
         """Take in one run."""

@@ -117,20 +117,17 @@ AGENTS: Final = (
 
 @dataclass(slots=True)
 class Shown:
-    """The runaways of one agent, and how they ended.
-
-    Attributes:
-        failed: Why it did not show what it has to show.
-        by_morning: What the first would have cost had nobody stopped it.
-        details: What was seen on the way, line by line.
-    """
+    """The runaways of one agent, and how they ended."""
 
     agent: Agent
     calls: int = 0
     spent: Decimal = Decimal(0)
     failed: str = ""
+    """Why it did not show what it has to show."""
     by_morning: Decimal | None = None
+    """What the first would have cost had nobody stopped it."""
     details: list[str] = field(default_factory=list[str])
+    """What was seen on the way, line by line."""
 
     def plain(self) -> dict[str, object]:
         """Return it for machines."""

@@ -33,26 +33,23 @@ _LOOP: Final = "budgetguard_loop"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A module that calls models: one that an adapter covers, or one that nothing bounds.
-
-    Attributes:
-        texts: It does other work, too: it counts where the script names one of these.
-        extra: The extra of ours that brings it, with its range of releases.
-        gaps: What the adapter does not cover there.
-        run_gaps: The same, of `budgetguard run` alone.
-        why: Why it is not covered; empty where it is.
-        instead: What to use then.
-    """
+    """A module that calls models: one that an adapter covers, or one that nothing bounds."""
 
     adapter: str
     module: str
     texts: Sequence[str] = ()
+    """It does other work, too: it counts where the script names one of these."""
     distribution: str = ""
     extra: str = ""
+    """The extra of ours that brings it, with its range of releases."""
     gaps: Sequence[str] = ()
+    """What the adapter does not cover there."""
     run_gaps: Sequence[str] = ()
+    """The same, of `budgetguard run` alone."""
     why: str = ""
+    """Why it is not covered; empty where it is."""
     instead: str = ""
+    """What to use then."""
 
     @property
     def installed(self) -> str | None:

@@ -307,11 +307,11 @@ def _ceilings(usd: Decimal | None, tokens: int | None) -> str:
 
 def _share(row: WindowUsage) -> str:
     """Return the share of its nearest ceiling that a window has used, spent and reserved."""
-    shares: list[Decimal] = []
-    if row.ceiling_usd:
-        shares.append((row.spent_usd + row.reserved_usd) / row.ceiling_usd)
-    if row.ceiling_tokens:
-        shares.append(Decimal(row.spent_tokens + row.reserved_tokens) / row.ceiling_tokens)
+    pairs = (
+        (row.spent_usd + row.reserved_usd, row.ceiling_usd),
+        (Decimal(row.spent_tokens + row.reserved_tokens), row.ceiling_tokens),
+    )
+    shares = [used / ceiling for used, ceiling in pairs if ceiling]
     return f"{max(shares):.0%}" if shares else ""
 
 

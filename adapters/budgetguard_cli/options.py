@@ -40,8 +40,7 @@ def _quota(text: str) -> tuple[str, int]:
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 Logs = Annotated[
-    list[str],
-    typer.Argument(metavar="LOG", help="Event logs, also gzipped, or folders of them."),
+    list[str], typer.Argument(metavar="LOG", help="Event logs, also gzipped, or folders of them.")
 ]
 LedgerUrl = Annotated[
     str | None,

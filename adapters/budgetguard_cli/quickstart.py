@@ -29,8 +29,7 @@ def quickstart(
         Framework, typer.Argument(help=f"One of {', '.join(get_args(Framework))}.")
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The file to write; else the terminal."),
+        Path | None, typer.Option("--output", "-o", help="The file to write; else the terminal.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -29,18 +29,14 @@ _DAMAGE = (BudgetGuardError, ArithmeticError, AttributeError, LookupError, TypeE
 
 @dataclass
 class Spent:
-    """The spend on one model or one tool.
-
-    Attributes:
-        cost_usd: Of a tool: of the model calls that asked for it, shared among all that they asked
-            for.
-    """
+    """The spend on one model or one tool."""
 
     calls: int = 0
     failed: int = 0
     refused: int = 0
     tokens: int = 0
     cost_usd: Decimal = Decimal(0)
+    """Of a tool: of the model calls that asked for it, shared among all that they asked for."""
 
     def add(self, other: Spent) -> None:
         """Add what another run spent on it."""
@@ -50,16 +46,7 @@ class Spent:
 
 @dataclass
 class Node:
-    """One run of a tree, without the runs inside it.
-
-    Attributes:
-        status: How it ended; None while it goes on, or where its process was killed.
-        finalized: The model gave a last answer, from the reserve.
-        housekeeping: What it is, where it is no agent's run: `last answer`, or `housekeeping`.
-        delayed: Calls that a rate limit let wait.
-        earlier: How attempts ended that were resumed, such as `terminated, max_iterations`.
-        last_cost: The cost of the last answer, until it is known what it asked for.
-    """
+    """One run of a tree, without the runs inside it."""
 
     run_id: str
     budget: Budget
@@ -74,17 +61,23 @@ class Node:
     trip: Trip | None = None
     observed: Trip | None = None
     status: str | None = None
+    """How it ended; None while it goes on, or where its process was killed."""
     stop_reason: str | None = None
     error: str | None = None
     finalized: bool = False
+    """The model gave a last answer, from the reserve."""
     housekeeping: str | None = None
+    """What it is, where it is no agent's run: `last answer`, or `housekeeping`."""
     delayed: int = 0
+    """Calls that a rate limit let wait."""
     next_step: str | None = None
     may_have_taken_effect: tuple[str, ...] = ()
     usage: Usage | None = None
     earlier: list[str] = field(default_factory=list[str])
+    """How attempts ended that were resumed, such as `terminated, max_iterations`."""
     children: list[Node] = field(default_factory=list["Node"])
     last_cost: Decimal = Decimal(0)
+    """The cost of the last answer, until it is known what it asked for."""
 
     @property
     def profile(self) -> str | None:
@@ -401,9 +394,7 @@ def used_of(usage: Usage, dimension: str) -> int | float | Decimal:
     return value
 
 
-def _facts(
-    event: Begins,
-) -> tuple[Budget, str | None, str, tuple[str, ...]]:
+def _facts(event: Begins) -> tuple[Budget, str | None, str, tuple[str, ...]]:
     """Return budget, parent, mode and tenants of a run that begins or goes on."""
     if isinstance(event, events.RunStarted):
         return Budget.from_json(event.budget), event.parent_run_id, event.mode, event.tenant
