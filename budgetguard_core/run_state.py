@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core import counters, events
 from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
-from budgetguard_core.budget import Budget, nearest_field
+from budgetguard_core.budget import Budget
 from budgetguard_core.counters import Chain, Counters, Found, Link
 from budgetguard_core.decision import Admit, ModelCall, ToolCall
 from budgetguard_core.errors import ConfigurationError, shown
@@ -490,7 +490,7 @@ def check_options(budget: object, run_id: object, on_warning: object) -> None:
 def refuse_unknown(options: Mapping[str, object]) -> None:
     """Return the error for an option that a guard does not have, with its place."""
     for name, value in options.items():
-        field = name if name in Budget.model_fields else nearest_field(name)
+        field = name if name in Budget.model_fields else Budget.nearest(name)
         given = shown(value)
         if field is None:
             raise ConfigurationError(

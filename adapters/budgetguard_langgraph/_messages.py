@@ -14,6 +14,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
     convert_to_messages,
+    messages_from_dict,
     messages_to_dict,
 )
 
@@ -74,9 +75,9 @@ class Dialect:
         }
         return cast("AIMessage", onto.model_copy(update=changes))
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> BaseMessage:
-        """Write one message of the parts of several."""
-        given = [one for parts in messages for one in parts if one]
+    def words(self, role: str, parts: Sequence[Any]) -> BaseMessage:
+        """Write one message of these parts."""
+        given = [one for one in parts if one]
         content: Any = given
         if all(isinstance(one, str) for one in given):
             content = "\n\n".join(given)
@@ -89,6 +90,12 @@ class Dialect:
     def plain(self, messages: Sequence[BaseMessage]) -> list[Any]:
         """Write messages as plain data."""
         return messages_to_dict(messages)
+
+    def from_plain(self, messages: Sequence[Any]) -> list[BaseMessage]:
+        """Read what `plain` has written, and messages as they are."""
+        if all(isinstance(one, dict) and "data" in one for one in messages):
+            return messages_from_dict(messages)
+        return convert_to_messages(messages)
 
 
 DIALECT: Final = Dialect()

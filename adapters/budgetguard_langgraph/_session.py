@@ -19,12 +19,14 @@ from budgetguard_core.kit import (
     Chunk,
     Envelope,
     Flow,
+    Resume,
     Run,
     Scope,
     Step,
     entered,
     in_thread,
     load_to_resume,
+    named,
     take_answers,
 )
 from budgetguard_langgraph import _approvals
@@ -47,7 +49,7 @@ from budgetguard_langgraph._endings import (
     pause,
     remember,
 )
-from budgetguard_langgraph._messages import has_open_calls, messages_of
+from budgetguard_langgraph._messages import DIALECT, has_open_calls, messages_of
 from budgetguard_langgraph._pauses import Thread, both, called_with
 from budgetguard_langgraph._run import GraphRun, Stretch, run_around
 from budgetguard_langgraph._seams import (
@@ -73,12 +75,12 @@ RUN_ID: Final = "budgetguard_run_id"
 
 @dataclass(slots=True)
 class Terms:
-    """How a graph is bounded; shared by its copies; `earlier` is the end of what is resumed."""
+    """How a graph is bounded; shared by its copies; `earlier` is the run that is resumed."""
 
     envelope: Envelope
     messages_key: str = "messages"
     grace: float = 2.0
-    earlier: Outcome | None = None
+    earlier: Resume | None = None
 
 
 class Attached(BudgetCallback):
@@ -194,7 +196,10 @@ class Session:
             state = yield self._read()
             if self._goes_on:
                 kept = yield from self.thread.kept(self.slot)
-        has_left = self._begin(state, kept)
+        earlier: tuple[Snapshot, int | None] | None = None
+        if kept is None and (found := self.terms.earlier) is not None:
+            earlier = yield in_thread(lambda: named(found, self.terms.envelope.store))
+        has_left = self._begin(state, kept, earlier)
         # LangGraph's own limit ends a run normally only where one is enforced.
         limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
         stops: tuple[type[Exception], ...] = (BudgetExceeded, *limits)
@@ -256,7 +261,12 @@ class Session:
         """True if the call goes on with what the thread was at."""
         return self._given is None or isinstance(self._given, Command)
 
-    def _begin(self, state: StateSnapshot | None, kept: Snapshot | None) -> bool:
+    def _begin(
+        self,
+        state: StateSnapshot | None,
+        kept: Snapshot | None,
+        earlier: tuple[Snapshot, int | None] | None,
+    ) -> bool:
         """Open the run and attach it.
 
         Returns:
@@ -275,8 +285,10 @@ class Session:
             fresh = kept is not None and (
                 stops or kept.trip is not None or kept.parent_run_id is not None
             )
-        if kept is None and self.terms.earlier is not None:
-            kept, fresh = Snapshot.of_outcome(self.terms.earlier), True
+        if kept is None and earlier is not None:
+            kept, attempt = earlier
+            fresh = isinstance(self.terms.earlier, Outcome) or kept.trip is not None
+            self._put_before_input(state, kept.messages)
         run = self.terms.envelope.open(
             user_spoke=not self._goes_on,
             resume=kept,
@@ -300,6 +312,17 @@ class Session:
         if state is None or self._goes_on or not state.next or questions:
             return False
         return stops or has_open_calls(messages_of(state.values, self.key))
+
+    def _put_before_input(self, state: StateSnapshot | None, earlier: Sequence[Any]) -> None:
+        """Give the graph what an earlier run left, where no thread of its own holds it."""
+        key, given = self.key, self._given
+        is_known = state is not None and bool(messages_of(state.values, key))
+        if key is None or is_known or not isinstance(given, dict):
+            return
+        values = cast("dict[str, Any]", given)
+        new: Any = values.get(key) or ()
+        listed = new if isinstance(cast("object", new), list | tuple) else [new]
+        self._given = {**values, key: [*DIALECT.from_plain(earlier), *listed]}
 
     def _close_what_was_left(self) -> Flow[None]:
         """Close what a stopped run left open on the thread."""

@@ -16,6 +16,7 @@ from budgetguard_core.kit import (
     Envelope,
     EnvelopeOptions,
     ProfileOptions,
+    Resume,
     envelope_of,
     run_iterated,
     run_streamed,
@@ -119,6 +120,7 @@ def bounded(
     *,
     messages_key: str = "messages",
     grace: float = 2.0,
+    resume: Resume | None = None,
     **options: Unpack[EnvelopeOptions],
 ) -> _G: ...
 
@@ -129,6 +131,7 @@ def bounded(
     *,
     messages_key: str = "messages",
     grace: float = 2.0,
+    resume: Resume | None = None,
     **options: Unpack[ProfileOptions],
 ) -> _G: ...
 
@@ -139,6 +142,7 @@ def bounded(
     *,
     messages_key: str = "messages",
     grace: float = 2.0,
+    resume: Resume | None = None,
     **options: Any,
 ) -> _G:
     """Return the same graph, of the same type, that ends every run within a budget.
@@ -157,6 +161,9 @@ def bounded(
             that name, the only channel with `add_messages` is it.
         grace: Seconds that tools in flight are given to finish when the run is stopped, except by
             its deadline or an abort.
+        resume: An earlier run that this graph goes on from: its `Outcome`, its `Snapshot`, or its
+            id in `store`. The messages of that run come before those of the input, where the
+            graph's thread has none. What its own thread holds goes on by `resume`.
         options: As `budgetguard_core.kit.Envelope` takes them. With a `store` the guard is saved
             on every step, and each step is on the disk before the next begins: a run that was
             killed goes on in another process with all that it used.
@@ -172,7 +179,7 @@ def bounded(
             way_out = "Its steps are taken elsewhere: bound the graph there, where it runs."
         raise AdapterError(f"bounded takes a compiled graph, got {type(graph).__name__}. {way_out}")
     probe()
-    budgets = (*terms_of(graph), Terms(envelope, messages_key, grace))
+    budgets = (*terms_of(graph), Terms(envelope, messages_key, grace, resume))
     return cast("_G", bind(plain(graph), budgets))
 
 

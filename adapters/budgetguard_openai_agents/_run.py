@@ -74,7 +74,7 @@ class Recorder(agents.RunHooks[Any]):
         self.is_server_side = server_side
         self.location = location
         self.session = kit.Session(run, ITEMS, location)
-        self.session.main.prompt = kit.Prompt(server_side=server_side)
+        self.session.prompt = kit.Prompt(server_side=server_side)
         self.context: Any = None
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []

@@ -51,13 +51,12 @@ class Dialect:
         parts = [*onto.parts, chat.TextPart(f"\n\n{text}")]
         return replace(onto, parts=parts, metadata={**(onto.metadata or {}), **metadata})
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Any:
-        """Write one message of the parts of several."""
-        given = [part for parts in messages for part in parts]
+    def words(self, role: str, parts: Sequence[Any]) -> Any:
+        """Write one message of these parts."""
         if role == "assistant":
-            return chat.ModelResponse([chat.TextPart("\n\n".join(map(str, given)))])
-        own = [part for part in given if isinstance(part, chat.SystemPromptPart)]
-        content = [part for part in given if not hasattr(part, "part_kind")]
+            return chat.ModelResponse([chat.TextPart("\n\n".join(map(str, parts)))])
+        own = [part for part in parts if isinstance(part, chat.SystemPromptPart)]
+        content = [part for part in parts if not hasattr(part, "part_kind")]
         is_text = all(isinstance(part, str) for part in content)
         said = chat.UserPromptPart("\n\n".join(content) if is_text else content)
         return chat.ModelRequest([*own, said])

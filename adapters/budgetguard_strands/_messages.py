@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 from strands.types.session import encode_bytes_values
@@ -23,24 +22,17 @@ def error_result(tool_use_id: str, text: str) -> Any:
     return {"toolUseId": tool_use_id, "status": "error", "content": [{"text": text}]}
 
 
-def _result(call: kit.Call, result: Any) -> Message:
-    # A call that has ended has Strands' own result.
-    is_whole = isinstance(result, Mapping)
-    return {"toolResult": result if is_whole else error_result(call.id, str(result))}
-
-
-_BLOCKS = replace(kit.CONVERSE, write_result=_result)
-
-
-class Dialect:
+class Dialect(kit.Converse):
     """The dialect of Strands."""
 
-    results = staticmethod(_BLOCKS.results)
-    words = staticmethod(_BLOCKS.words)
+    def result(self, call: kit.Call, text: Any) -> Message:
+        """Write one result; that of a call that has ended is Strands' own."""
+        own = cast("Message", text)
+        return own if isinstance(text, dict) else error_result(call.id, str(text))
 
     def read(self, message: Any) -> kit.Turn:
         """Read a message; what a model thought is signed for one request and in no other."""
-        turn = _BLOCKS.read(message)
+        turn = super().read(message)
         parts = turn.parts
         if any(not isinstance(one, str) for one in parts):
             parts = tuple(one for one in parts if kit.part(one, "reasoningContent") is None)

@@ -5,21 +5,18 @@ framework does. Which budgets apply, what is counted, what a failed call costs, 
 and how the run ends is decided here, once for all adapters.
 """
 
-from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.canonical import fingerprint
-from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.clock import SystemClock
 from budgetguard_core.decision import (
     NOT_AVAILABLE,
     NOT_EXECUTED,
     OUTCOME_UNKNOWN,
     Admit,
     ModelCall,
-    ModelDecision,
     Nudge,
     Refuse,
     Stop,
     ToolCall,
-    ToolDecision,
     ToolKind,
 )
 from budgetguard_core.ending import end_run, synthetic_metadata, synthetic_text
@@ -34,7 +31,7 @@ from budgetguard_core.kit.ambient import (
     entered,
     in_force,
 )
-from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.kit.cancel import Scope, Tasks, Watch, cut_short, sleep, supervised
 from budgetguard_core.kit.checkpoints import load_to_resume
 from budgetguard_core.kit.envelope import Envelope, envelope_of, joined
@@ -53,9 +50,8 @@ from budgetguard_core.kit.flow import (
 )
 from budgetguard_core.kit.formats import (
     CHAT,
-    CONVERSE,
     RESPONSES,
-    Blocks,
+    Converse,
     Message,
     Responses,
     SyntheticMessage,
@@ -66,12 +62,20 @@ from budgetguard_core.kit.formats import (
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch, final_text, in_words, open_calls
+from budgetguard_core.kit.history import (
+    Call,
+    Dialect,
+    Turn,
+    close_batch,
+    final_text,
+    in_words,
+    open_calls,
+)
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.history import end as end_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
 from budgetguard_core.kit.model_turn import ask as ask_model
-from budgetguard_core.kit.options import EnvelopeOptions, OnTrip, ProfileOptions
+from budgetguard_core.kit.options import EnvelopeOptions, ProfileOptions
 from budgetguard_core.kit.outcomes import outcome, outcome_of, remember
 from budgetguard_core.kit.progress import PROGRESS_TOOL, report_progress
 from budgetguard_core.kit.projection import Prompt, estimate, project
@@ -89,18 +93,14 @@ from budgetguard_core.kit.usage import (
     reported_cost,
     token_usage,
 )
-from budgetguard_core.outcome import ToolCallRecord
 from budgetguard_core.questions import PAUSES, take_answers
-from budgetguard_core.sinks import Sink
-from budgetguard_core.snapshot import OpenCall
 from budgetguard_core.stop import LimitQuestion, StopCondition, Violation
-from budgetguard_core.stores import CheckpointStore, NumberedStore
+from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.usage import TokenUsage, estimate_tokens
 
 __all__ = [
     "ANSWER_NOW",
     "CHAT",
-    "CONVERSE",
     "FRAME",
     "NOT_AVAILABLE",
     "NOT_EXECUTED",
@@ -111,14 +111,12 @@ __all__ = [
     "RESPONSES",
     "Admit",
     "Answer",
-    "Batch",
-    "Blocks",
     "Call",
-    "CancellationToken",
     "CheckpointError",
     "CheckpointStore",
     "Chunk",
-    "Clock",
+    "Converse",
+    "Dialect",
     "Envelope",
     "EnvelopeOptions",
     "Event",
@@ -129,12 +127,8 @@ __all__ = [
     "LimitQuestion",
     "Message",
     "ModelCall",
-    "ModelDecision",
     "ModelTurn",
     "Nudge",
-    "NumberedStore",
-    "OnTrip",
-    "OpenCall",
     "OpenModelCall",
     "OpenToolCall",
     "ProfileOptions",
@@ -147,7 +141,6 @@ __all__ = [
     "Run",
     "Scope",
     "Session",
-    "Sink",
     "Step",
     "Stop",
     "StopCondition",
@@ -157,9 +150,7 @@ __all__ = [
     "Tasks",
     "TokenUsage",
     "ToolCall",
-    "ToolCallRecord",
     "ToolCalls",
-    "ToolDecision",
     "ToolKind",
     "Turn",
     "Violation",

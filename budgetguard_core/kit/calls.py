@@ -1,9 +1,8 @@
-"""The calls of a run: a model call from its admission to its end, and a batch of tool calls."""
+"""The calls of a run: a model call or a tool call from its admission to its end."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from budgetguard_core.decision import (
@@ -16,9 +15,6 @@ from budgetguard_core.decision import (
 from budgetguard_core.frame import Frame
 from budgetguard_core.stop import StopReason, Trip
 from budgetguard_core.usage import TokenUsage
-
-# One for all batches: it is held for a look at a list.
-_TAKING = threading.Lock()
 
 ToolState: TypeAlias = Literal["waiting", "refused", "started", "completed", "failed", "withdrawn"]
 
@@ -125,7 +121,7 @@ class OpenModelCall(_Call):
 
 
 class OpenToolCall(_Call):
-    """One tool call of a batch, from its admission to its end.
+    """One tool call, from its admission to its end.
 
     Attributes:
         call: What the model asked for.
@@ -138,7 +134,7 @@ class OpenToolCall(_Call):
         detail: The same for people, with the figures; never for the model.
         trip: The stop that refused it; None for a quota, after which the run goes on.
         result: What it returned, or the text of what it raised; None before its end.
-        taken: `Batch.take` has returned it.
+        taken: `ToolCalls.take` has returned it.
     """
 
     state: ToolState = "waiting"
@@ -191,45 +187,3 @@ class OpenToolCall(_Call):
         if self.state == "started":
             return OUTCOME_UNKNOWN
         return self.refusal or NOT_EXECUTED
-
-
-class Batch:
-    """The tool calls of one reply, in the order in which the model wrote them.
-
-    A call is found by its id and its place among those of the same id, so that ids which a
-    provider repeats or leaves out make no difference.
-    """
-
-    def __init__(self, calls: Sequence[OpenToolCall]) -> None:
-        self._calls = tuple(calls)
-
-    def __iter__(self) -> Iterator[OpenToolCall]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def take(self, id: str | None, name: str | None = None) -> OpenToolCall | None:  # noqa: A002
-        """Return the next call that was not taken yet, by its id; None where there is none.
-
-        Args:
-            id: The call's id as the framework hands it over; None or empty where it has none.
-            name: The tool's name, for calls without an id and to tell repeated ids apart.
-        """
-        with _TAKING:
-            for call in self._calls:
-                mine = call.call.id == id if id else not call.call.id
-                if mine and name in (None, call.call.name) and not call.taken:
-                    call.taken = True
-                    return call
-        return None
-
-    @property
-    def refused(self) -> list[OpenToolCall]:
-        """The calls that may not start."""
-        return [call for call in self._calls if call.state == "refused"]
-
-    @property
-    def unstarted(self) -> list[OpenToolCall]:
-        """The calls that were admitted and whose body has not started."""
-        return [call for call in self._calls if call.state == "waiting"]

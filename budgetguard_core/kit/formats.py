@@ -1,14 +1,13 @@
 """The dialects of providers' message formats, for every adapter whose framework speaks one.
 
-`CHAT`: chat completions. `CONVERSE`: Bedrock's Converse, and Strands. `ANTHROPIC`: its messages.
-`GEMINI`: its contents. `RESPONSES`: the items of OpenAI's Responses, put together by `grouped`.
+`CHAT`: chat completions. `Converse`: Bedrock's, and Strands'. `RESPONSES`: the items of OpenAI's
+Responses, put together by `grouped`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from budgetguard_core.decision import NOT_EXECUTED, OUTCOME_UNKNOWN
@@ -88,16 +87,18 @@ class Chat:
 
     def read(self, message: Message) -> Turn:
         """Read a message."""
-        role, text = message.get("role"), message_text(message)
+        role, content = message.get("role"), message.get("content")
         if role == "tool":
-            return Turn("tool", results=((str(message.get("tool_call_id")), text),))
+            id_ = message.get("tool_call_id") or message.get("tool_name")  # Ollama's
+            return Turn("tool", (), (), ((str(id_), content_text(content)),), False, (message,))
         asked = message.get("tool_calls") if role == "assistant" else None
-        content = message.get("content")
-        parts = [] if content is None else _listed(content)
-        texts = (part(one, "text") if part(one, "type") == "text" else one for one in parts)
-        calls = tuple(read_call(one) for one in asked or ())
+        parts: Sequence[Any] = (content,)
+        if not isinstance(content, str):
+            parts = () if content is None else _listed(content)
+            parts = [part(one, "text") if part(one, "type") == "text" else one for one in parts]
+        calls = tuple(read_call(one) for one in asked) if asked else ()
         synthetic = isinstance(message, SyntheticMessage)
-        return Turn(cast("Any", role), tuple(texts), calls, synthetic=synthetic)
+        return Turn(cast("Any", role), tuple(parts), calls, synthetic=synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results, each a message of its own."""
@@ -112,12 +113,11 @@ class Chat:
         said = "" if onto is None else message_text(onto)
         return SyntheticMessage(f"{said}\n\n{text}" if said else text, metadata)
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Message:
-        """Write one message of the parts of several."""
-        given = [one for parts in messages for one in parts]
-        if all(isinstance(one, str) for one in given):
-            return {"role": role, "content": "\n\n".join(given)}
-        blocks = [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    def words(self, role: str, parts: Sequence[Any]) -> Message:
+        """Write one message of these parts."""
+        if all(isinstance(one, str) for one in parts):
+            return {"role": role, "content": "\n\n".join(parts)}
+        blocks = [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
         return {"role": role, "content": blocks}
 
     def plain(self, messages: Sequence[Message]) -> list[Message]:
@@ -128,141 +128,103 @@ class Chat:
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The dialect of a format whose messages are lists of blocks, results among the user's.
+def _turn(role: Role, items: Iterable[tuple[Any, Any]], synthetic: bool) -> Turn:
+    """Return a turn of its items: each as it was read (a call, a result's id and text), and raw."""
+    parts: list[Any] = []
+    calls: list[Call] = []
+    results: list[tuple[str, str]] = []
+    raw: list[Any] = []
+    for read, item in items:
+        if isinstance(read, Call):
+            calls.append(read)
+        elif not isinstance(read, tuple):
+            parts.append(read)
+        elif role == "assistant":
+            parts.append(item)  # the provider has run the tool
+        else:
+            results.append(cast("tuple[str, str]", read))
+            raw.append(item)
+    return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic, tuple(raw))
 
-    Attributes:
-        key: The name of the list in a message.
-        assistant: The name of the assistant's role.
-        read_block: Reads a block: a `Call`, the id and text of a result, a text, or the block.
-        write_text: Writes a text.
-        write_result: Writes a result.
+
+class Converse:
+    """The dialect of Bedrock's Converse: a list of blocks, with results among the user's.
+
+    It reads those of Anthropic and Gemini as well.
     """
-
-    key: str
-    assistant: str
-    read_block: Callable[[Message], Any]
-    write_text: Callable[[str], Message]
-    write_result: Callable[[Call, Any], Message]
 
     def read(self, message: Message) -> Turn:
         """Read a message."""
-        parts: list[Any] = []
-        calls: list[Call] = []
-        results: list[tuple[str, str]] = []
-        for block in self._blocks(message):
-            read = self.read_block(block)
-            kind: list[Any] = parts
-            if isinstance(read, Call):
-                kind = calls
-            elif isinstance(read, tuple):
-                kind = results
-            kind.append(read)
-        role = message.get("role")
-        name: Any = "assistant" if role == self.assistant else role
+        name: Any = message.get("role") or "user"
+        blocks: Any = message.get("content") or message.get("parts") or ()
+        blocks = [{"text": blocks}] if isinstance(blocks, str) else blocks
         synthetic = isinstance(message, SyntheticMessage)
-        return Turn(name, tuple(parts), tuple(calls), tuple(results), synthetic)
+        role: Role = "assistant" if name == "model" else name
+        return _turn(role, ((_read_block(one), one) for one in blocks), synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results: all of a batch are one message."""
-        made = [self.write_result(call, text) for call, text in results]
+        made = [{"toolResult": self.result(call, text)} for call, text in results]
         if onto is None:
-            return [{"role": "user", self.key: made}]
+            return [{"role": "user", "content": made}]
         # Some providers want results before all else.
-        there = self._blocks(onto)
-        count = sum(isinstance(self.read_block(one), tuple) for one in there)
-        return [{**onto, self.key: [*there[:count], *made, *there[count:]]}]
+        there = onto["content"]
+        count = sum("toolResult" in one for one in there)
+        return [{**onto, "content": [*there[:count], *made, *there[count:]]}]
+
+    def result(self, call: Call, text: Any) -> Message:
+        """Write one result."""
+        status = "error" if text in (NOT_EXECUTED, OUTCOME_UNKNOWN) else "success"
+        return {"toolUseId": call.id, "status": status, "content": [{"text": str(text)}]}
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""
-        said = [] if onto is None else self._blocks(onto)
-        message = {"role": self.assistant, self.key: [*said, self.write_text(text)]}
-        return SyntheticMessage(text, metadata, **message)
+        said: list[Any] = [] if onto is None else onto["content"]
+        blocks: Any = [*said, {"text": text}]
+        return SyntheticMessage(text, metadata, role="assistant", content=blocks)
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Message:
-        """Write one message of the parts of several."""
-        given = [one for parts in messages for one in parts]
-        blocks = [self.write_text(one) if isinstance(one, str) else one for one in given]
-        return {"role": self.assistant if role == "assistant" else role, self.key: blocks}
+    def words(self, role: str, parts: Sequence[Any]) -> Message:
+        """Write one message of these parts."""
+        blocks = [{"text": one} if isinstance(one, str) else one for one in parts]
+        return {"role": role, "content": blocks}
 
     def plain(self, messages: Sequence[Message]) -> list[Message]:
         """Write messages as plain data."""
         return to_plain(messages)
 
-    def _blocks(self, message: Message) -> list[Message]:
-        blocks: Any = message.get(self.key) or []
-        return [self.write_text(blocks)] if isinstance(blocks, str) else list(blocks)
 
-
-def _converse(block: Message) -> Any:
-    if "toolUse" in block:
-        return read_call(block)
+def _read_block(block: Message) -> Any:
+    call: Any = block.get("toolUse") or block.get("function_call") or block.get("functionCall")
+    if call or block.get("type") == "tool_use":
+        call = call or block
+        return block if call.get("type") == "server_tool_use" else read_call(call)
     result = block.get("toolResult")
-    if result is None:
-        return block.get("text", block)
-    content = [
-        {"text": json.dumps(one["json"], ensure_ascii=False, default=str)} if "json" in one else one
-        for one in result.get("content") or ()
-    ]
-    return str(result.get("toolUseId")), content_text(content)
-
-
-def _converse_result(call: Call, text: Any) -> Message:
-    status = "error" if text in (NOT_EXECUTED, OUTCOME_UNKNOWN) else "success"
-    content = [{"text": str(text)}]
-    return {"toolResult": {"toolUseId": call.id, "status": status, "content": content}}
-
-
-def _anthropic(block: Message) -> Any:
-    kind = block.get("type")
-    if kind == "tool_use":
-        return read_call(block)
-    if kind == "tool_result":
-        return str(block.get("tool_use_id")), content_text(block.get("content"))
-    return block.get("text", block) if kind == "text" else block
-
-
-def _gemini(block: Message) -> Any:
-    call = block.get("function_call")
-    if call is not None:
-        # Gemini gives no ids to most calls: their results are found by the name.
-        return Call(
-            str(call.get("id") or call.get("name")), str(call.get("name")), call.get("args")
-        )
-    result = block.get("function_response")
     if result is not None:
-        told: dict[str, Any] = result.get("response") or {}
-        text: Any = next(iter(told.values())) if len(told) == 1 else told
-        return str(result.get("id") or result.get("name")), str(text)
-    return block["text"] if "text" in block and not block.get("thought") else block
-
-
-def _gemini_result(call: Call, text: Any) -> Message:
-    own = {} if call.id == call.name else {"id": call.id}
-    return {"function_response": {**own, "name": call.name, "response": {"output": str(text)}}}
+        texts = [
+            {"text": json.dumps(one["json"], ensure_ascii=False, default=str)}
+            if "json" in one
+            else one
+            for one in result.get("content") or ()
+        ]
+        return str(result.get("toolUseId")), content_text(texts)
+    if block.get("type") == "tool_result":
+        return str(block.get("tool_use_id")), content_text(block.get("content"))
+    result = block.get("function_response") or block.get("functionResponse")
+    if result is not None:
+        return str(result.get("id") or result.get("name")), str(result.get("response"))
+    return block if block.get("thought") else block.get("text", block)
 
 
 class Responses:
     """The dialect of OpenAI's Responses: what it reads are items that `grouped` put together."""
 
-    def read(self, message: Items) -> Turn:
-        """Read the items of one message."""
-        parts: list[Any] = []
-        calls: list[Call] = []
-        results: list[tuple[str, str]] = []
-        for item in message:
-            kind = item.get("type", "message")
-            if kind in _CALLS:
-                calls.append(read_call(item))
-            elif kind in _RESULTS:
-                results.append((str(item.get("call_id")), content_text(item.get("output"))))
-            elif kind == "message":
-                blocks = _listed(item.get("content") or ())
-                parts += [one if isinstance(one, str) else one.get("text", one) for one in blocks]
-        synthetic = any(isinstance(item, SyntheticMessage) for item in message)
-        role = _speaker(message[0]) if message else "user"
-        return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic)
+    def read(self, message: Items | Message) -> Turn:
+        """Read the items of one message, or one item alone."""
+        items = [message] if isinstance(message, dict) else message
+        synthetic = any(isinstance(item, SyntheticMessage) for item in items)
+        role = _speaker(items[0]) if items else "user"
+        read = ((one, item) for item in items for one in _read_item(item))
+        return _turn(role, read, synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Items | None) -> list[Items]:
         """Write tool results: items that stand together."""
@@ -275,11 +237,10 @@ class Responses:
         item: Message = {"type": "message", "role": "assistant", "content": blocks}
         return [*(onto or ()), SyntheticMessage(text, metadata, **item)]
 
-    def words(self, role: str, messages: Sequence[Sequence[Any]]) -> Items:
-        """Write one message of the parts of several."""
+    def words(self, role: str, parts: Sequence[Any]) -> Items:
+        """Write one message of these parts."""
         kind = "output_text" if role == "assistant" else "input_text"
-        given = [one for parts in messages for one in parts]
-        blocks = [{"type": kind, "text": one} if isinstance(one, str) else one for one in given]
+        blocks = [{"type": kind, "text": one} if isinstance(one, str) else one for one in parts]
         return [{"type": "message", "role": role, "content": blocks}]
 
     def plain(self, messages: Sequence[Items]) -> list[Items]:
@@ -287,8 +248,25 @@ class Responses:
         return [to_plain(items) for items in messages]
 
 
-_CALLS: Final = frozenset({"function_call", "custom_tool_call"})
-_RESULTS: Final = frozenset({"function_call_output", "custom_tool_call_output"})
+_CALLS: Final = frozenset(
+    f"{name}_call"
+    for name in ("apply_patch", "computer", "custom_tool", "function", "local_shell", "shell")
+)
+_RESULTS: Final = frozenset(f"{name}_output" for name in _CALLS)
+
+
+def _read_item(item: Message) -> Iterable[Any]:
+    kind = item.get("type", "message")
+    if kind in _CALLS:
+        if part(item.get("environment"), "type") == "container_reference":
+            return ()  # the provider has run it
+        call = read_call(item)
+        own = item.get("action") or item.get("operation")
+        return [call if call.name else Call(call.id, kind.removesuffix("_call"), own)]
+    if kind in _RESULTS:
+        return [(str(item.get("call_id")), content_text(item.get("output")))]
+    blocks = _listed(item.get("content") or ()) if kind == "message" else ()
+    return (one if isinstance(one, str) else one.get("text", one) for one in blocks)
 
 
 def _output(call: Call, text: Any) -> Message:
@@ -316,21 +294,5 @@ def grouped(items: Iterable[Message]) -> list[Items]:
 
 CHAT: Final = Chat()
 """The dialect of chat completions, without state."""
-CONVERSE: Final = Blocks(
-    "content",
-    "assistant",
-    _converse,
-    lambda text: {"text": text},
-    _converse_result,
-)
-"""The dialect of Bedrock's Converse, and of Strands."""
-ANTHROPIC: Final = Blocks(
-    "content",
-    "assistant",
-    _anthropic,
-    lambda text: {"type": "text", "text": text},
-    lambda call, text: {"type": "tool_result", "tool_use_id": call.id, "content": str(text)},
-)
-GEMINI: Final = Blocks("parts", "model", _gemini, lambda text: {"text": text}, _gemini_result)
 RESPONSES: Final = Responses()
 """The dialect of OpenAI's Responses, whose items `grouped` puts together."""

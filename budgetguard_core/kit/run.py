@@ -12,7 +12,7 @@ from budgetguard_core.frame import current
 from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.housekeeping import late
 from budgetguard_core.kit.ambient import housekeeping_for, open_model_call
-from budgetguard_core.kit.calls import Batch, OpenModelCall, OpenToolCall
+from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.kit.delay import starts_at_once, wait, wait_async
 from budgetguard_core.kit.failed_calls import failed_usage
 from budgetguard_core.kit.flow import Flow, Step, in_thread, run_awaited, run_blocking
@@ -33,7 +33,7 @@ Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
 
 
 _KEEPS_ITS_OWN = "fallback_model: the model of a request cannot be set here, so it keeps its own"
-_Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, Batch)
+_Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, list[OpenToolCall])
 _Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
 
@@ -82,8 +82,8 @@ class Run(Lifetime):
         answer: _Calls = yield in_thread(question, self._undo)
         return answer
 
-    def _undo(self, asked: Asked | Batch) -> None:
-        for one in asked if isinstance(asked, Batch) else (asked,):
+    def _undo(self, asked: Asked | list[OpenToolCall]) -> None:
+        for one in asked if isinstance(asked, list) else (asked,):
             if isinstance(one, OpenToolCall):
                 self.withdrawn(one)
             elif isinstance(one, OpenModelCall):
@@ -346,7 +346,7 @@ class Run(Lifetime):
 
     # Tool calls
 
-    def batch(self, calls: Iterable[ToolCall]) -> Batch:
+    def batch(self, calls: Iterable[ToolCall]) -> list[OpenToolCall]:
         """Ask for the tool calls of one reply together, in the model's order.
 
         Every guard that they are charged to has to admit a call; where one refuses, the places
@@ -354,7 +354,7 @@ class Run(Lifetime):
         """
         opened = [OpenToolCall(call, run=self) for call in calls]
         self._admit(opened, self.guards)
-        return Batch(opened)
+        return opened
 
     def _admit(self, waiting: list[OpenToolCall], guards: Sequence[Guard]) -> None:
         self.begin_turn()

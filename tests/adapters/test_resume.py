@@ -1,6 +1,8 @@
-"""`resume=` in Strands, Pydantic AI and blocks of clients: an outcome, a snapshot, or an id."""
+"""`resume=` in every adapter: an outcome, a snapshot, or an id."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
@@ -56,8 +58,6 @@ class OfPydanticAI:
         return self.outcome(self.result)
 
     def run(self, text):
-        import asyncio
-
         return asyncio.run(self.run_async(text))
 
     def words(self):
@@ -65,7 +65,24 @@ class OfPydanticAI:
         return [kinds[one.kind] for one in self.result.all_messages()]
 
 
-FRAMEWORKS = pytest.mark.parametrize("framework", [OfStrands, OfPydanticAI])
+class OfLangGraph:
+    def __init__(self, answers, **options):
+        agents = pytest.importorskip("langchain.agents")
+        from budgetguard_langgraph import bounded, outcome, scripted
+
+        self.outcome = outcome
+        model = scripted.scripted_model(Answers(answers))
+        self.agent = bounded(agents.create_agent(model, tools=[search]), **options)
+
+    def run(self, text):
+        self.result = self.agent.invoke({"messages": [("user", text)]})
+        return self.outcome(self.result)
+
+    def words(self):
+        return ["assistant" if one.type == "ai" else "user" for one in self.result["messages"]]
+
+
+FRAMEWORKS = pytest.mark.parametrize("framework", [OfStrands, OfPydanticAI, OfLangGraph])
 
 
 @FRAMEWORKS
@@ -120,3 +137,26 @@ def test_a_block_of_clients_reports_what_was_used_before(named_by):
         again.run.answered(again.run.model_call(ModelCall()), TokenUsage(3, 4))
     assert (again.outcome.status, again.outcome.usage.model_calls) == ("completed", 1)
     assert again.outcome.earlier_usage.model_calls == 1
+
+
+def test_a_thread_that_has_messages_is_given_none_of_the_earlier_run():
+    agents = pytest.importorskip("langchain.agents")
+    from langgraph.checkpoint.memory import InMemorySaver
+
+    from budgetguard_langgraph import bounded, outcome, scripted
+
+    def agent(*answers, saver=None, **options):
+        model = scripted.scripted_model(Answers(answers))
+        graph = agents.create_agent(model, tools=[search], checkpointer=saver)
+        return bounded(graph, Budget(max_iterations=2), **options)
+
+    def texts(result):
+        return [one.text for one in result["messages"] if one.type == "human"]
+
+    stopped = outcome(agent(SEARCH).invoke({"messages": "First."}))
+    config = {"configurable": {"thread_id": "1"}}
+    again = agent("One.", "Two.", saver=InMemorySaver(), resume=stopped)
+    assert texts(again.invoke({"messages": "Second."}, config)) == ["First.", "Second."]
+    last = asyncio.run(again.ainvoke({"messages": "Third."}, config))
+    assert texts(last) == ["First.", "Second.", "Third."]
+    assert outcome(last).earlier_usage.iterations == 2

@@ -38,7 +38,7 @@ def waits(run, call, way):
 
 def slow(run):
     """A tool call that has to wait for its token."""
-    return run.batch([ToolCall(name="x"), ToolCall(name="x")]).unstarted[1]
+    return run.batch([ToolCall(name="x"), ToolCall(name="x")])[1]
 
 
 def late(call):

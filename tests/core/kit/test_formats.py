@@ -10,11 +10,9 @@ import pytest
 
 from budgetguard_core.kit import NOT_EXECUTED, history
 from budgetguard_core.kit.formats import (
-    ANTHROPIC,
     CHAT,
-    CONVERSE,
-    GEMINI,
     RESPONSES,
+    Converse,
     SyntheticMessage,
     from_plain,
     grouped,
@@ -28,8 +26,6 @@ def said(name, role, text):
     return {
         "chat": {"role": role, "content": text},
         "converse": {"role": role, "content": [{"text": text}]},
-        "anthropic": {"role": role, "content": text},
-        "gemini": {"role": "model" if role == "assistant" else role, "parts": [{"text": text}]},
         "responses": [{"role": role, "content": text}],
     }[name]
 
@@ -44,20 +40,12 @@ def asked(name, calls):
     if name == "converse":
         made = [{"toolUse": {"toolUseId": i, "name": n, "input": {}}} for i, n in calls]
         return {"role": "assistant", "content": made}
-    if name == "anthropic":
-        made = [{"type": "tool_use", "id": i, "name": n, "input": {}} for i, n in calls]
-        return {"role": "assistant", "content": made}
-    if name == "gemini":
-        made = [{"function_call": {"id": i, "name": n, "args": {}}} for i, n in calls]
-        return {"role": "model", "parts": made}
     return [{"type": "function_call", "call_id": i, "name": n, "arguments": "{}"} for i, n in calls]
 
 
 DIALECTS = {
     "chat": CHAT,
-    "converse": CONVERSE,
-    "anthropic": ANTHROPIC,
-    "gemini": GEMINI,
+    "converse": Converse(),
     "responses": RESPONSES,
 }
 BY_FORMAT = pytest.mark.parametrize("name", DIALECTS)
@@ -140,15 +128,6 @@ def test_a_synthetic_message_is_kept_in_a_checkpoint_and_sent_without_marks(name
     assert "synthetic" not in json.dumps(message)
 
 
-def test_calls_of_gemini_without_ids_are_found_by_name():
-    messages = [{"role": "model", "parts": [{"function_call": {"name": "find", "args": {}}}] * 2}]
-    whole, _ = history.close(messages, GEMINI, lambda call, number: f"result {number}")
-    assert whole[1]["parts"] == [
-        {"function_response": {"name": "find", "response": {"output": f"result {number}"}}}
-        for number in range(2)
-    ]
-
-
 def test_items_of_responses_are_grouped_by_their_speaker():
     call = {"type": "function_call", "call_id": "1", "name": "find", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": "found"}
@@ -159,6 +138,8 @@ def test_items_of_responses_are_grouped_by_their_speaker():
 
 
 def test_the_results_of_converse_say_whether_the_call_was_executed():
-    (message,) = CONVERSE.results([(Call("1", "a"), "found"), (Call("2", "a"), NOT_EXECUTED)], None)
+    (message,) = Converse().results(
+        [(Call("1", "a"), "found"), (Call("2", "a"), NOT_EXECUTED)], None
+    )
     statuses = [block["toolResult"]["status"] for block in message["content"]]
     assert statuses == ["success", "error"]

@@ -425,7 +425,6 @@ class TestToolCalls:
         assert answers == [None, None, NOT_EXECUTED, NOT_EXECUTED]
         assert run.trip is not None
         assert [one.trip is not None for one in batch] == [False, False, True, True]
-        assert len(batch.refused) == 2
 
     def test_every_guard_around_has_to_admit_a_call(self):
         outer, guard = opened(Budget(max_tool_calls=1)), Guard()
@@ -442,24 +441,6 @@ class TestToolCalls:
         assert second.reason is StopReason.TOOL_QUOTA
         assert second.trip is None
         assert run.check() is None
-
-    def test_repeated_ids_are_calls_of_their_own(self):
-        run = opened(Budget())
-        batch = run.batch([tool(value=n, id_="same") for n in range(3)])
-        found = [batch.take("same", "search") for _ in range(4)]
-        assert found == [*batch, None]
-
-    def test_calls_without_an_id_are_found_by_name(self):
-        run = opened(Budget())
-        batch = run.batch([tool("a"), tool("b")])
-        assert batch.take(None, "b") is list(batch)[1]
-        assert batch.take("", "a") is next(iter(batch))
-        assert batch.take(None, "a") is None
-
-    def test_an_id_names_a_call_together_with_the_tool(self):
-        run = opened(Budget())
-        batch = run.batch([tool("a", id_="1"), tool("b", id_="1")])
-        assert batch.take("1", "b") is list(batch)[1]
 
     def test_what_the_history_says_of_a_call(self):
         run = opened(Budget(max_tool_calls=4))
@@ -487,7 +468,7 @@ class TestToolCalls:
         run.withdrawn(call)
         assert run.guard.usage.tool_calls == 0
         assert call.answer == NOT_EXECUTED
-        assert list(run.batch([tool()]).unstarted)
+        assert run.batch([tool()])[0].state == "waiting"
 
     def test_an_error_reaches_the_engine_whatever_the_framework_made_of_it(self):
         run = opened(Budget())
@@ -745,7 +726,7 @@ class TestAStopIsNoAnswer:
         model_call(inner)
         stop = inner.model_call(CALL)
         assert inner.is_of_the_run_around(stop.trip)
-        own = next(iter(inner.batch([tool(value=1), tool(value=2)]).refused)).trip
+        own = inner.batch([tool(value=1), tool(value=2)])[1].trip
         assert own == stop.trip
 
     def test_an_activate_block_reads_no_answer(self):

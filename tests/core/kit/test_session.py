@@ -1,4 +1,4 @@
-"""A session: its conversations, in parallel branches too, and the places that keep what it left."""
+"""A session: its calls, its end, and the places that keep what it left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from budgetguard_core import Budget, Guard
-from budgetguard_core.kit import NOT_EXECUTED, Stop, ToolCall, envelope_of
+from budgetguard_core.kit import NOT_EXECUTED, Stop, ToolCall, ToolCalls, envelope_of
 from budgetguard_core.kit.flow import Step, run_awaited, run_blocking
 from budgetguard_core.kit.history import Turn
 from budgetguard_core.kit.model_turn import Request
@@ -61,65 +61,22 @@ def opened(budget, location=None, **given):
     return run_blocking(Session.open(envelope_of(budget), CHAT, location, **given))
 
 
-def test_the_conversation_of_a_key_is_always_the_same():
-    session = opened(Budget())
-    assert session.conversation() is session.main
-    assert session.conversation("a") is session.conversation("a")
-    assert session.conversation("a") is not session.conversation("b")
-
-
-def test_branches_have_turns_in_flight_at_once_and_one_budget():
-    session = opened(Budget(max_iterations=2))
-    turns = [
-        run_blocking(session.conversation(key).model(Request(messages=[USER]))) for key in "abc"
-    ]
-    assert isinstance(turns[2], Stop)
-    assert [session.conversation(key).turn for key in "ab"] == turns[:2]
-    assert session.turn is None
-
-
-def test_the_next_turn_of_a_branch_withdraws_no_call_of_another():
-    session = opened(Budget(max_tool_calls=5))
-    for key in "ab":
-        run_blocking(session.conversation(key).model(Request(messages=[USER]))).answered(
-            Turn("assistant")
-        )
-        session.conversation(key).calls.offer([search("1")])
-    run_blocking(session.conversation("a").model(Request(messages=[USER])))
-    assert [one.state for one in session.conversation("b").calls] == ["waiting"]
-    assert list(session.conversation("a").calls) == []
-
-
-def test_equal_ids_in_two_branches_have_results_of_their_own():
-    session = opened(Budget())
-    for key in "ab":
-        calls = session.conversation(key).calls
-        (record,) = calls.offer([search("1")])
-        run_blocking(calls.begin(record))
-        calls.finished(record, f"found by {key}")
-    for key in "ab":
-        whole, new = session.conversation(key).close([USER, asks("1")])
-        assert whole[2:] == new
-        assert [one["content"] for one in new] == [f"found by {key}"]
-
-
 @pytest.mark.parametrize("way", BY_WAY)
-def test_the_end_fails_the_open_turns_of_all_branches(way):
+def test_the_end_fails_the_open_turn(way):
     guard = Guard(Budget(max_tool_calls=9))
     session = opened(guard)
-    for key in "ab":
-        run_blocking(session.conversation(key).model(Request(messages=[USER])))
-    session.conversation("a").calls.offer([search("1")])
+    run_blocking(session.model(Request(messages=[USER])))
+    session.calls.offer([search("1")])
     outcome = BY_WAY[way](session.finish([USER], error=RuntimeError("gone")))
     assert outcome.status == "failed"
     assert not guard.open_calls()
-    assert outcome.usage.model_calls == 2
+    assert outcome.usage.model_calls == 1
     assert outcome.usage.tool_calls == 0
 
 
-def test_an_answer_cut_in_a_branch_ends_the_session():
+def test_a_cut_answer_ends_the_session():
     session = opened(Budget(max_output_tokens_per_call=5))
-    turn = run_blocking(session.conversation("a").model(Request(messages=[USER])))
+    turn = run_blocking(session.model(Request(messages=[USER])))
     assert turn.answered(Turn("assistant", ("So",)), is_cut=True) is not None
     assert session.is_over
     assert session.is_stop(RuntimeError("what the framework makes of it"))
@@ -141,13 +98,13 @@ def test_a_location_is_blocking_or_awaited(way):
     assert set(kept.forms) == {{"sync": "blocking", "async": "awaited"}[way]}
 
 
-def test_a_branch_takes_the_call_that_it_left_when_the_run_paused():
+def test_a_branch_takes_the_call_that_was_left_when_the_run_paused():
     kept = Kept()
     session = opened(Budget(max_tool_calls=1), kept, said="Go.")
-    session.conversation("a").calls.offer([search("1")])
+    session.calls.offer([search("1")])
     run_blocking(session.finish([USER], waits=True))
     again = opened(Budget(max_tool_calls=1), kept)
-    calls = again.conversation("a").calls
+    calls = ToolCalls(again.run, again.calls)
     record = run_blocking(calls.begin(search("1")))
     assert record.refusal is None
     assert list(calls) == [record]
@@ -156,11 +113,10 @@ def test_a_branch_takes_the_call_that_it_left_when_the_run_paused():
     assert run_blocking(again.finish([USER])).usage.tool_calls == 1
 
 
-def test_a_call_that_no_branch_began_was_not_executed():
+def test_a_call_that_never_began_was_not_executed():
     session = opened(Budget())
-    session.conversation("a").calls.offer([search("1")])
-    _, new = session.conversation("a").close([USER, asks("1")])
-    assert [one["content"] for one in new] == [NOT_EXECUTED]
+    session.calls.offer([search("1")])
+    assert run_blocking(session.close([USER, asks("1")])).new[0]["content"] == NOT_EXECUTED
 
 
 @pytest.mark.parametrize("offered", [True, False])
@@ -175,8 +131,6 @@ def test_a_call_that_is_answered_without_its_body_is_no_tool_call_and_a_repeated
         call = session.calls.offer([search(str(number))])[0] if offered else search(str(number))
         record = session.calls.answered_without_body(call, "The user said no.", kind="rejected")
         assert record.answer == "The user said no."
-        _, new = session.main.close([USER, asks(str(number))])
-        assert [one["content"] for one in new] == ["The user said no."]
     assert guard.trip.reason == "no_progress"
     assert guard.usage.tool_calls == 0
 
