@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -28,13 +28,17 @@ class _Named:
     """A command whose help names values, not the types of Python: `--max-seconds SECONDS`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        params: list[Any] = cast("Any", super()).get_params(ctx)
         for param in params:
             name = param.name.rpartition("_")[2].upper()
             param.metavar = param.metavar or ("" if getattr(param, "is_flag", False) else name)
             if isinstance(param, TyperArgument):
-                vars(param)["display_type_rich"] = lambda **_: None
+                vars(param)["display_type_rich"] = _no_type
         return params
+
+
+def _no_type(ctx: Any) -> None:
+    del ctx
 
 
 class _Command(_Named, TyperCommand):

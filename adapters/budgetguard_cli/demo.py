@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from decimal import Decimal
 from importlib.util import find_spec
 from itertools import count
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -101,8 +102,8 @@ class Agent:
         text = text_of(self.name)
         text = re.sub("^(never_ends|budget) = .*", r"\1 = given['\1']", text, flags=re.MULTILINE)
         text = text.replace('f"nothing about {query}"', "given['search'](query)")
-        names: dict[str, Any] = {"__name__": "agent", "given": given, "print": lambda *_: None}
-        exec(text, names)  # noqa: S102 - a file of this package
+        with redirect_stdout(None):
+            exec(text, {"__name__": "agent", "given": given})  # noqa: S102 - a file of this package
         return guard.outcome
 
 

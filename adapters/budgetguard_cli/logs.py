@@ -110,6 +110,7 @@ def complain(file: str, problems: Sequence[Problem]) -> None:
 
 def read_lines(file: io.BufferedReader, number: int = 0) -> Iterator[Line | Problem]:
     """Read a file or a pipe on, behind a line of this number, unpacked where it is gzip."""
+    packed = False
     try:
         packed = file.peek(len(_GZIP)).startswith(_GZIP)
         for data in gzip.GzipFile(fileobj=file) if packed else file:

@@ -43,17 +43,13 @@ class Facts(BaseModel):
 
 
 class RunFolder:
-    """One run's folder, made by `budgetguard run` and known by the URL of the ledger in it.
-
-    Attributes:
-        url: The ledger's.
-        logs: Where each process writes what it does.
-    """
+    """One run's folder, made by `budgetguard run` and known by the URL of the ledger in it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0])).parent
         self.logs = self._path / "logs"
+        """Where each process writes what it does."""
         self._alive, self._stop = self._path / "alive", self._path / "stop"
         self._notes = self._path / "notes"
         self._held: int | None = None

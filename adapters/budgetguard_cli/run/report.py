@@ -24,11 +24,7 @@ _SHOWN = ("iterations", "model_calls", "tool_calls", "total_tokens", "cost_usd",
 
 
 class RunReport:
-    """The figures of one run: of its ledger, and by model of what its processes have written.
-
-    Attributes:
-        stops: The limits that ended the run, or a part of it.
-    """
+    """The figures of one run: of its ledger, and by model of what its processes have written."""
 
     def __init__(self, folder: RunFolder, budget: Budget, exit_code: int) -> None:
         facts = folder.facts()
@@ -46,6 +42,7 @@ class RunReport:
             for name, spent in node.models.items():
                 self.models.setdefault(name, Spent()).add(spent)
         self.stops = list(stops.values())
+        """The limits that ended the run, or a part of it."""
         with folder.ledger() as ledger:
             calls, turns, answers = map(ledger.run_usage, (CALLS, TURNS, ANSWERS))
         made = [one.spent_model_calls + one.reserved_model_calls for one in (calls, answers, turns)]
