@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -102,7 +103,7 @@ class Agent:
         text = text_of(self.name)
         text = re.sub("^(never_ends|budget) = .*", r"\1 = given['\1']", text, flags=re.MULTILINE)
         text = text.replace('f"nothing about {query}"', "given['search'](query)")
-        with redirect_stdout(None):
+        with redirect_stdout(io.StringIO()):
             exec(text, {"__name__": "agent", "given": given})  # noqa: S102 - a file of this package
         return guard.outcome
 

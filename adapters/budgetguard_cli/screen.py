@@ -36,9 +36,8 @@ def only(beginning: str, ids: Iterable[str]) -> str | None:
 
     Ends the command with 2 where several do.
     """
-    found = sorted(
-        {one for one in ids if one.startswith(beginning)}, key=lambda one: (len(one), one)
-    )
+    begun = {one for one in ids if beginning and one.startswith(beginning)}
+    found = sorted(begun, key=lambda one: (len(one), one))
     if any(not one.startswith(found[0]) for one in found):
         names = ", ".join(printable(one)[:40] for one in found[:5])
         refuse(f"{printable(beginning)[:80]!r} must begin one id, got {names}. Write more of it.")

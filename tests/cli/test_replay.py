@@ -279,17 +279,6 @@ def test_runs_of_several_files_are_summed_up(tmp_path):
 # Runs
 
 
-def test_a_log_of_several_runs_is_judged_run_by_run(log):
-    path, sink = log
-    live_run(Guard(run_id="short", sinks=[sink]), 2)
-    live_run(Guard(run_id="long", sinks=[sink]), 6)
-    run, whole = records(path, "--max-iterations", "3")
-    assert (run["run_id"], run["reason"]) == ("long", "max_iterations")
-    assert run["saved"]["model_calls"] == 3
-    assert (whole["runs"], whole["succeeded"], whole["successful_runs_cut"]) == (2, 2, 1)
-    assert whole["recorded"]["model_calls"] == 8
-
-
 def test_interleaved_runs_do_not_mix(log):
     path, sink = log
     guards = [Guard(run_id=f"g{number}", sinks=[sink]) for number in range(3)]

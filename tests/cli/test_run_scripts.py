@@ -128,24 +128,18 @@ def test_a_package_with_relative_imports(start, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_script_and_a_folder_with_other_letters(start, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [("ordner mit ü/größe.py", "größe.py"), ("ordner mit ü", "__main__.py")],
+)
+def test_a_script_or_a_folder_with_other_letters(start, tmp_path, script, file):
     folder = tmp_path / "ordner mit ü"
     folder.mkdir()
-    (folder / "größe.py").write_text("import helfer, sys; print(helfer.__name__, sys.argv)")
+    (folder / file).write_text("import helfer, sys; print(helfer.__name__, sys.argv, __name__)")
     (folder / "helfer.py").write_text("")
-    script = "ordner mit ü/größe.py"
     with start("", "--max-seconds", 60, arguments=[script]) as run:
         assert run.end() == 4, run.err
-    assert run.out == f"helfer ['{script}']\n"
-
-
-@pytest.mark.slow
-def test_a_folder_with_a_main_is_a_script(start, tmp_path):
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__main__.py").write_text("print(__name__)")
-    with start("", "--max-seconds", 60, arguments=["app"]) as run:
-        assert run.end() == 4, run.err
-    assert run.out == "__main__\n"
+    assert run.out == f"helfer ['{script}'] __main__\n"
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ def test_a_logged_run_is_killed_by_the_beginning_of_its_id(sqlite, opened, tmp_p
     assert CliRunner().invoke(app, [*kill, "9f0"], env=environment).exit_code == 2
     done = CliRunner().invoke(app, [*kill, "other"], env=environment)
     assert json.loads(done.stdout)["flag"].endswith("other")
+    assert CliRunner().invoke(app, [*kill, ""], env=environment).exit_code == 2
     done = CliRunner().invoke(app, ["revive", "--json", "--run", "9f"], env=environment)
     assert json.loads(done.stdout)["flag"] == "r:9f0c11"
 

@@ -42,7 +42,8 @@ _PATIENCE_S: Final = 5.0
 
 def attach() -> None:
     """Bound every call of this process that the HTTP seam sees."""
-    plug = RunLedger(RunFolder(os.environ[RUN]))
+    folder = RunFolder(os.environ[RUN])
+    plug = RunLedger(folder)
 
     def bind() -> None:
         bound_process(Frame(plug.guard()))
@@ -50,7 +51,7 @@ def attach() -> None:
     bind()
     os.register_at_fork(after_in_child=bind)
     budgetguard_http.install(watch_connections=True)
-    atexit.register(_leave)
+    atexit.register(_leave, folder)
 
 
 def adapt(adapter: str) -> None:
@@ -61,10 +62,9 @@ def adapt(adapter: str) -> None:
         RunFolder(os.environ[RUN]).note(f"{adapter} is not used: {error}")
 
 
-def _leave() -> None:
+def _leave(folder: RunFolder) -> None:
     for host, count in budgetguard_http.uncovered_hosts().items():
-        note = f"{count} connections to {host} went past BudgetGuard"
-        RunFolder(os.environ[RUN]).note(note)
+        folder.note(f"{count} connections to {host} went past BudgetGuard")
     frame = around()
     if frame is not None:
         end_run(frame.guard, trip=frame.guard.trip)
