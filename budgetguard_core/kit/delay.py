@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from budgetguard_core.breakers import refusal
+from budgetguard_core.breakers.refusal import refusal
 from budgetguard_core.decision import NOT_EXECUTED
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.stop import StopReason, Trip
@@ -117,7 +117,7 @@ def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[]
         seconds = max(seconds, (held.start_ns - now) / 1e9)
         place = held.queued
         if place is not None:
-            place.on_granted(wake)
+            place.wake = wake
             if place.granted:
                 continue
             if now >= place.wait_until_ns and isinstance(call, OpenToolCall):
