@@ -131,16 +131,6 @@ class Shown:
     details: list[str] = field(default_factory=list[str])
     """What was seen on the way, line by line."""
 
-    def plain(self) -> dict[str, object]:
-        """Return it for machines."""
-        return {
-            "framework": self.agent.name,
-            "calls": self.calls,
-            "spent_usd": self.spent,
-            "by_morning_usd": self.by_morning,
-            "failed": self.failed or None,
-        }
-
 
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="One runaway of each framework.")] = False,
@@ -168,7 +158,9 @@ def demo(
     chosen = [agent for agent in AGENTS if not framework or agent.name in framework]
     shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
     if as_json:
-        write_json(*(one.plain() for one in shown))
+        for one in shown:
+            told = {"framework": one.agent.name, "calls": one.calls, "failed": one.failed or None}
+            write_json({**told, "spent_usd": one.spent, "by_morning_usd": one.by_morning})
     else:
         _print(shown, [agent.title for agent in chosen if not agent.is_installed()])
     if not shown or any(one.failed for one in shown):

@@ -100,13 +100,38 @@ def test_threads_that_start_at_once_get_exactly_what_there_is(bounded):
         assert run.report.usage.model_calls == 3
 
 
+def test_a_refusal_overtakes_no_call_whose_grant_is_on_its_way(bounded, monkeypatch):
+    with bounded(max_model_calls=1) as run:
+        guard = run.process()
+        plug = run.plugs[0]
+        reserve, wait_for, waits = plug.ledger.reserve, plug._changed.wait_for, threading.Event()
+        refused = []
+        other = threading.Thread(target=lambda: refused.append(spend(guard)))
+
+        def slow(*arguments, **amounts):
+            granted = reserve(*arguments, **amounts)
+            other.start()
+            assert waits.wait(60)
+            return granted
+
+        def told(*arguments):
+            waits.set()
+            return wait_for(*arguments)
+
+        monkeypatch.setattr(plug.ledger, "reserve", slow)
+        monkeypatch.setattr(plug._changed, "wait_for", told)
+        assert isinstance(spend(guard), Admit)
+        other.join()
+        assert isinstance(refused[0], Stop)
+
+
 def test_the_stop_of_another_process_overtakes_no_call_that_was_granted_before(
     bounded, monkeypatch
 ):
     with bounded(max_model_calls=3) as run:
         guard, other = run.process(), run.process()
         plug = guard.state.own_plugs[0]
-        waiting = plug._grant(plug.ledger.reserve(["run"], model_calls=1))
+        waiting = plug.obtain(["run"])
         while isinstance(spend(other), Admit):
             pass
         assert run.stop.reason is StopReason.MAX_MODEL_CALLS

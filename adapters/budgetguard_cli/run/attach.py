@@ -7,7 +7,7 @@ import atexit
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
@@ -73,14 +73,15 @@ def _leave(folder: RunFolder) -> None:
 class Reserved(Hold):
     """The reservation of one call in the ledger of the run."""
 
-    def __init__(self, plug: RunLedger, reservation: Reservation) -> None:
+    reservation: Reservation
+
+    def __init__(self, plug: RunLedger) -> None:
         self._plug = plug
-        self._reservation = reservation
 
     def settle(self, ended: Ended, ticket: Admit | None) -> None:
         """Replace what was reserved by what was used; a tool call stays what it is."""
         del ticket
-        held = self._reservation
+        held = self.reservation
         self._plug.decided((self,))
         if ended.withdrawn:
             self._plug.send(held.release)
@@ -93,9 +94,6 @@ class RunLedger(Plug):
 
     The guard has the same caps, which it reaches last. What the ledger refuses stands against the
     guard only when all calls that it granted before are admitted: a stop would overtake them.
-
-    Raises:
-        OSError: The run is over.
     """
 
     waits = True
@@ -110,7 +108,7 @@ class RunLedger(Plug):
     def _begin(self) -> None:
         self._changed = threading.Condition()
         self._granted: set[Hold] = set()
-        """Reserved, and not yet admitted."""
+        """Asked for or reserved, and not yet admitted."""
         self._thread = InThread()
         self._sent: Callable[[], object] | None = None
 
@@ -142,7 +140,7 @@ class RunLedger(Plug):
     def before(self, owner: Any, ask: Ask) -> None:
         """Take in that calls are admitted in this step."""
         del owner
-        self.decided((*ask.holds, *(one for holds in ask.call_holds.values() for one in holds)))
+        self.decided(_holds_of(ask))
 
     def decided(self, holds: Iterable[Hold]) -> None:
         """Take in that calls are admitted now, or were not made."""
@@ -151,20 +149,27 @@ class RunLedger(Plug):
                 self._granted.difference_update(holds)
                 self._changed.notify_all()
 
-    def _grant(self, reservation: Reservation) -> Reserved:
-        hold = Reserved(self, reservation)
+    def obtain(self, keys: Sequence[str], **amounts: Any) -> Reserved:
+        """Reserve a call in the ledger; from now on until it is admitted, no stop overtakes it."""
+        hold = Reserved(self)
         with self._changed:
             self._granted.add(hold)
+        try:
+            hold.reservation = self.ledger.reserve(keys, **amounts)
+        except BaseException:
+            self.decided((hold,))
+            raise
         return hold
 
-    def _let_in(self) -> None:
-        """Wait until all calls that were granted are admitted: a stop would overtake them."""
+    def _let_in(self, ask: Ask) -> None:
+        """Wait until the calls of others that were granted are admitted, or not made."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._granted, _PATIENCE_S)
+            others = self._granted.difference(_holds_of(ask))
+            self._changed.wait_for(lambda: self._granted.isdisjoint(others), _PATIENCE_S)
 
-    def _refuse(self, owner: Any, refused: LedgerRefused) -> tuple[Violation, ...]:
+    def _refuse(self, owner: Any, ask: Ask, refused: LedgerRefused) -> tuple[Violation, ...]:
         """Return the cap that is reached; abort where it is none."""
-        self._let_in()
+        self._let_in(ask)
         if not refused.key:
             owner.abort(refused.detail)
             return ()
@@ -180,7 +185,7 @@ class RunLedger(Plug):
         if not link.answers:
             stop = None if owner.trip is not None else self._folder.stop()
             if stop is not None:
-                self._let_in()
+                self._let_in(ask)
                 for one in stop.violations:
                     owner.abort(one.detail) if one.reason == "aborted" else owner.hold(one)
             if stop is not None or ask.asker.trip is not None:
@@ -191,7 +196,7 @@ class RunLedger(Plug):
             try:
                 self._reserve_model_call(owner, ask, ask.call, link)
             except LedgerRefused as refused:
-                for one in self._refuse(owner, refused):
+                for one in self._refuse(owner, ask, refused):
                     owner.hold(one)
         else:
             self._reserve_tool_calls(owner, ask)
@@ -203,9 +208,9 @@ class RunLedger(Plug):
             keys.append(TURNS)
         rates = owner.tree.price_book.rates_for(call.model or "", call.provider)
 
-        def reserve(bound: int) -> Reservation:
+        def reserve(bound: int) -> Reserved:
             usd = to_usd(projected_cost(call, rates, bound))
-            return self.ledger.reserve(keys, usd=usd, tokens=call.input_tokens + bound)
+            return self.obtain(keys, usd=usd, tokens=call.input_tokens + bound)
 
         bound = ask.tokens - call.input_tokens
         try:
@@ -215,7 +220,7 @@ class RunLedger(Plug):
             if bound or not of_answers or self.ledger.run_usage(CALLS).reserved_tokens:
                 raise
             held = reserve(0)  # nobody else could pass the cap with it
-        ask.holds += (self._grant(held),)
+        ask.holds += (held,)
 
     def _reserve_tool_calls(self, owner: Any, ask: Ask) -> None:
         counters = owner.state.counters
@@ -227,19 +232,23 @@ class RunLedger(Plug):
             places = enumerate(counters.quotas)
             quotas = {QUOTA.format(place): one for place, one in places if one in of_tool}
             try:
-                held = self.ledger.reserve([CALLS, *quotas], model_calls=0, tool_calls=1)
+                held = self.obtain([CALLS, *quotas], model_calls=0, tool_calls=1)
             except LedgerRefused as refused:
                 if refused.key in quotas:  # by the calls of other processes
                     quotas[refused.key].used = quotas[refused.key].limit
                     continue
-                found = self._refuse(owner, refused)
+                found = self._refuse(owner, ask, refused)
                 if call.kind == "function":
                     ask.stop_from(index, owner, found)
                     return
                 for one in found:  # nobody asks before it runs: the next model call is stopped
                     owner.hold(one)
             else:
-                ask.hold_for(index, self._grant(held))
+                ask.hold_for(index, held)
+
+
+def _holds_of(ask: Ask) -> Iterable[Hold]:
+    return (*ask.holds, *(one for holds in ask.call_holds.values() for one in holds))
 
 
 def _tells(folder: RunFolder, name: str) -> Callable[[Event], None]:
