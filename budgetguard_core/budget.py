@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from difflib import get_close_matches
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, Self, TypeVar, cast
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.loop_detection import LoopDetection
@@ -28,16 +27,22 @@ from budgetguard_core.settings import (
     ToolMix,
     VelocityLimits,
     Words,
-    configuration_error,
     is_whole,
     number,
 )
 from budgetguard_core.stop import Condition, as_condition
 
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:  # its place is pydantic's own affair
-    ModelMetaclass = type(BaseModel)
+if TYPE_CHECKING:  # its place is pydantic's own affair
+    from pydantic._internal._model_construction import ModelMetaclass as _OwnNames
+else:
+
+    class _OwnNames(type(BaseModel)):
+        """Leaves what pydantic brings out of `dir` and `help`, so that they fit on a page."""
+
+        def __dir__(cls) -> list[str]:
+            public = {name for name in super().__dir__() if not name.startswith("_")}
+            return sorted(public - {*dir(BaseModel)})
+
 
 DIMENSIONS = (
     "max_iterations",
@@ -99,31 +104,6 @@ class ProfileId(BaseModel):
     """Its version, as the file says it."""
     overlay: str | None = None
     """The overlay that was chosen, the environment; None without one."""
-
-
-_NONE: Mapping[str, Any] = Frozen()
-_Init = TypeVar("_Init", bound=Callable[..., None])
-
-
-def _as_given(init: _Init) -> _Init:
-    """Make a budget of what was given alone: for the rest a profile or a parent has its say."""
-
-    @wraps(init)
-    def take(self: Budget, **fields: Any) -> None:
-        try:
-            BaseModel.__init__(self, **fields)
-        except ValidationError as error:
-            raise configuration_error(Budget, error, nearest_field) from None
-
-    return cast("_Init", take)
-
-
-class _OwnNames(ModelMetaclass):
-    """Leaves what pydantic brings out of `dir` and `help`, so that they fit on a page."""
-
-    def __dir__(cls) -> list[str]:
-        public = {name for name in super().__dir__() if not name.startswith("_")}
-        return sorted(public - {*dir(BaseModel)} | {"__init__"})
 
 
 class Budget(Settings, metaclass=_OwnNames):
@@ -209,7 +189,7 @@ class Budget(Settings, metaclass=_OwnNames):
     wrap_up_message: Words = WRAP_UP
     fallback_at: OptionalShare = None
     fallback_model: str | None = Field(default=None, validate_default=True)
-    stop_when: tuple[Callable[..., str | bool | None], ...] = ()
+    stop_when: Sequence[Callable[..., str | bool | None]] = ()
     on_unpriced: Literal["stop", "count_zero"] = "stop"
     loop_detection: LoopDetection | None = Field(default_factory=LoopDetection)
     progress: ProgressReports | None = None
@@ -221,48 +201,20 @@ class Budget(Settings, metaclass=_OwnNames):
     per: Literal["run", "conversation"] = "run"
     profile: ProfileId | None = None
 
-    @_as_given
-    def __init__(
-        self,
-        *,
-        max_iterations: int | None = None,
-        max_model_calls: int | None = None,
-        max_tool_calls: int | None = None,
-        max_total_tokens: int | None = None,
-        max_input_tokens: int | None = None,
-        max_output_tokens: int | None = None,
-        max_seconds: float | None = None,
-        max_cost_usd: Decimal | float | None = None,
-        tool_quotas: Mapping[str, int] = _NONE,
-        tool_classes: Mapping[str, str] = _NONE,
-        max_output_tokens_per_call: int | None = None,
-        finalize_reserve: FinalizeReserve | None = None,
-        warn_at: float = 0.8,
-        wrap_up_at: float | None = None,
-        wrap_up_message: str = WRAP_UP,
-        fallback_at: float | None = None,
-        fallback_model: str | None = None,
-        stop_when: Sequence[Callable[..., str | bool | None]] = (),
-        on_unpriced: Literal["stop", "count_zero"] = "stop",
-        loop_detection: LoopDetection | None = ...,  # pyright: ignore[reportArgumentType]
-        progress: ProgressReports | None = None,
-        velocity: VelocityLimits | None = None,
-        tool_mix: ToolMix | None = None,
-        rate_limits: Mapping[str, RateLimit] = _NONE,
-        bulkheads: Mapping[str, BulkheadConfig] = _NONE,
-        circuit_breaker: CircuitBreakerConfig | None = None,
-        per: Literal["run", "conversation"] = "run",
-        profile: ProfileId | None = None,
-        **unknown: Never,
-    ) -> None:
-        """Make a budget: `help(Budget)` describes each field."""
-
-    @field_validator("stop_when")
     @classmethod
-    def _can_be_asked(cls, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+    def nearest(cls, name: str) -> str | None:
+        """Return the field that a name is another word for, or nearly is."""
+        for field, words in _SYNONYMS.items():
+            if name in words:
+                return field
+        return super().nearest(name)
+
+    @field_validator("stop_when", mode="after")
+    @classmethod
+    def _can_be_asked(cls, conditions: Sequence[Condition]) -> tuple[Condition, ...]:
         for condition in conditions:
             as_condition(condition)
-        return conditions
+        return tuple(conditions)
 
     @field_validator("fallback_model")
     @classmethod
@@ -397,6 +349,32 @@ class Budget(Settings, metaclass=_OwnNames):
         return cls(**fields)
 
 
+class Caps(TypedDict, total=False):
+    """The caps that `Guard.extend` raises."""
+
+    max_iterations: int
+    max_model_calls: int
+    max_tool_calls: int
+    max_total_tokens: int
+    max_input_tokens: int
+    max_output_tokens: int
+    max_seconds: float
+    max_cost_usd: Decimal | float
+
+
+Budget.__signature__ = Signature(
+    [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=... if one.default_factory else one.default,
+            annotation=one.annotation,
+        )
+        for name, one in Budget.model_fields.items()
+    ]
+)
+
+
 def _with_dollars(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     fields, amount = dict(data), data.get(name)
     if isinstance(amount, str) and _AMOUNT.fullmatch(amount):
@@ -415,12 +393,3 @@ _SYNONYMS = {
     "max_seconds": ("timeout", "max_time", "deadline", "max_duration", "max_execution_time"),
     "max_cost_usd": ("max_usd", "max_cost", "max_dollars", "cost_limit", "budget_usd"),
 }
-
-
-def nearest_field(name: str) -> str | None:
-    """Return the field of a budget that a name is another word for, or nearly is."""
-    for field, words in _SYNONYMS.items():
-        if name in words:
-            return field
-    found = get_close_matches(name, Budget.model_fields, n=1, cutoff=0.75)
-    return found[0] if found else None

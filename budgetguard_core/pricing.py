@@ -14,18 +14,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from functools import cache, cached_property, lru_cache
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
+
+from pydantic import BeforeValidator, field_validator
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.settings import Settings, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from genai_prices.types import ModelInfo, ModelPrice, Provider, TieredPrices
 
@@ -36,8 +39,6 @@ __all__ = ["FEMTO_USD_PER_USD", "Price", "PriceBook", "Rates", "from_usd", "to_u
 FEMTO_USD_PER_USD: Final = 10**15
 """The unit of money inside the engine: 10**15 of it make one US dollar."""
 
-_RATE_DECIMALS: Final = 9
-_REQUEST_DECIMALS: Final = 15
 _PER_TOKEN: Final = FEMTO_USD_PER_USD // 10**6
 _PER_REQUEST_OF_1000: Final = FEMTO_USD_PER_USD // 10**3
 _RATES: Final = ("input", "cache_read", "cache_write", "cache_write_1h", "output")
@@ -68,36 +69,37 @@ def _ceil(amount: Decimal, factor: int) -> int:
     return -(-numerator * factor // denominator)
 
 
-def _checked(name: str, value: object, decimals: int) -> Decimal:
-    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-        raise ConfigurationError(
-            f"{name} must be a Decimal, an int or a float, got {value!r}. "
-            'Write it as Decimal("2.50").'
-        )
-    amount = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
-    if not amount.is_finite() or not 0 <= amount <= _LARGEST_PRICE:
-        raise ConfigurationError(
-            f"{name} must be between 0 and {_LARGEST_PRICE} US dollars, got {value}. "
-            "Use 0 for what costs nothing."
-        )
-    if 10**decimals % amount.as_integer_ratio()[1]:
-        raise ConfigurationError(
-            f"{name} must have at most {decimals} decimal places, got {value}. Round it up."
-        )
-    return amount
+def _amount(decimals: int) -> BeforeValidator:
+    """Return a validator of US dollars, which are kept as Decimals."""
+
+    def check(value: Any) -> Decimal | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+            raise ValueError(  # noqa: TRY004 - pydantic turns only these into its report
+                f'must be a Decimal, an int or a float, got {value!r}. Write it as Decimal("2.50").'
+            )
+        amount = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+        if not amount.is_finite() or not 0 <= amount <= _LARGEST_PRICE:
+            raise ValueError(
+                f"must be between 0 and {_LARGEST_PRICE} US dollars, got {value}. "
+                "Use 0 for what costs nothing."
+            )
+        if 10**decimals % amount.as_integer_ratio()[1]:
+            raise ValueError(
+                f"must have at most {decimals} decimal places, got {value}. Round it up."
+            )
+        return amount
+
+    return BeforeValidator(check)
 
 
-def _checked_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(
-            f"{name} must be a whole number of tokens >= 1, got {value!r}. "
-            "Leave it out if it is not known."
-        )
-    return value
+_Rate: TypeAlias = Annotated[Decimal | float, _amount(9)]
+_RateOrNone: TypeAlias = Annotated[Decimal | float | None, _amount(9)]
+_Tokens: TypeAlias = Annotated[int, whole(end="Leave it out if it is not known.")]
 
 
-@dataclass(frozen=True, kw_only=True, init=False, slots=True)
-class Price:
+class Price(Settings):
     """The price of one model, for `PriceBook(overrides=...)`.
 
     Rates are US dollars per million tokens with at most nine decimals. They may be given as
@@ -111,75 +113,51 @@ class Price:
             more decimals than can be counted exactly; or the tiers are not in rising order.
     """
 
-    input: Decimal
+    input: _Rate
     """Input tokens that are neither read from nor written to the provider's cache."""
-    output: Decimal
+    output: _Rate
     """Output tokens, including reasoning."""
-    cache_read: Decimal | None
+    cache_read: _RateOrNone = None
     """Input tokens read from the provider's cache. `None`: as `input`."""
-    cache_write: Decimal | None
+    cache_write: _RateOrNone = None
     """Input tokens written to the provider's cache for its normal life (Anthropic: five minutes).
 
     `None`: as `input`; for a model with "claude" in its name 1.25 times that, as Anthropic bills.
     """
-    cache_write_1h: Decimal | None
+    cache_write_1h: _RateOrNone = None
     """Input tokens written to the provider's cache for one hour.
 
     `None`: the dearer of `input` and `cache_write`; for a model with "claude" in its name at least
     twice `input`, as Anthropic bills.
     """
-    per_request: Decimal
+    per_request: Annotated[Decimal | float, _amount(15)] = Decimal(0)
     """US dollars for each model call, on top of its tokens; at most 15 decimals."""
-    tiers: tuple[tuple[int, Price], ...]
+    tiers: Sequence[tuple[_Tokens, Price]] = ()
     """Other prices for long calls, as `(threshold, price)` in rising order.
 
     A price holds for *all* tokens of a call whose `input_tokens` (cache included) exceed the
     threshold; a call of exactly that many still has the price below.
     """
-    context_window: int | None
+    context_window: _Tokens | None = None
     """Most input tokens that one call can have. `None`: not known."""
 
-    def __init__(
-        self,
-        *,
-        input: Decimal | float,  # noqa: A002  # the word that users and providers use
-        output: Decimal | float,
-        cache_read: Decimal | float | None = None,
-        cache_write: Decimal | float | None = None,
-        cache_write_1h: Decimal | float | None = None,
-        per_request: Decimal | float = 0,
-        tiers: Sequence[tuple[int, Price]] = (),
-        context_window: int | None = None,
-    ) -> None:
-        given = (input, cache_read, cache_write, cache_write_1h, output)
-        for name, value in zip(_RATES, given, strict=True):
-            unset = value is None and name not in ("input", "output")
-            checked = None if unset else _checked(name, value, _RATE_DECIMALS)
-            object.__setattr__(self, name, checked)
-        request = _checked("per_request", per_request, _REQUEST_DECIMALS)
-        object.__setattr__(self, "per_request", request)
-        object.__setattr__(self, "tiers", _checked_tiers(tiers))
-        if context_window is not None:
-            _checked_count("context_window", context_window)
-        object.__setattr__(self, "context_window", context_window)
-
-
-def _checked_tiers(tiers: Sequence[tuple[int, Price]]) -> tuple[tuple[int, Price], ...]:
-    below = 0
-    for threshold, price in tiers:
-        _checked_count("a threshold in tiers", threshold)
-        if threshold <= below:
-            raise ConfigurationError(
-                f"thresholds in tiers must rise, got {threshold} after {below}. "
-                "Give each threshold once, the lowest first."
-            )
-        if not isinstance(price, Price) or price.tiers:
-            raise ConfigurationError(
-                f"a tier must be a Price without tiers of its own, got {price!r}. "
-                "Put every threshold into one sequence."
-            )
-        below = threshold
-    return tuple((threshold, price) for threshold, price in tiers)
+    @field_validator("tiers")
+    @classmethod
+    def _rise(cls, tiers: Sequence[tuple[int, Price]]) -> tuple[tuple[int, Price], ...]:
+        below = 0
+        for threshold, price in tiers:
+            if threshold <= below:
+                raise ValueError(
+                    f"must have thresholds that rise, got {threshold} after {below}. "
+                    "Give each threshold once, the lowest first."
+                )
+            if price.tiers:
+                raise ValueError(
+                    f"must be prices without tiers of their own, got {price!r:.80}. "
+                    "Put every threshold into one sequence."
+                )
+            below = threshold
+        return tuple(tiers)
 
 
 class _Row(NamedTuple):
@@ -215,7 +193,7 @@ def _rows_of_price(price: Price, *, claude: bool) -> tuple[_Row, ...]:
         _row(
             above,
             [getattr(each, name) for name in _RATES],
-            from_usd(each.per_request),
+            from_usd(Decimal(each.per_request)),
             claude=claude,
         )
         for above, each in ((_FIRST, price), *price.tiers)

@@ -26,7 +26,7 @@ class FinalizeReserve(Settings):
     """Seconds that the last answer may take, taken off `max_seconds` until the run is stopped: at
     most half of it, and no more than is left."""
 
-    def of_caps(self) -> dict[str, int | Decimal | None]:
+    def of_caps(self) -> dict[str, int | float | Decimal | None]:
         """Return what is taken off each cap, by the cap's name."""
         caps = dict.fromkeys(
             ("max_total_tokens", "max_input_tokens", "max_output_tokens"), self.tokens

@@ -146,13 +146,7 @@ def _set_aside(guards: Sequence[Any], ticket: Admit, by: int) -> None:
 
 
 def _ticket_of(state: RunState, open_call: OpenCall, first: int) -> Admit:
-    """Make a ticket again, so that its call can still be settled."""
-    call = open_call.to_call()
-    ticket = Admit(state.guard, call, first + open_call.call_id)
+    call, rates = open_call.call, None
     if isinstance(call, ModelCall) and call.model is not None:
-        ticket.rates = state.tree.price_book.rates_for(call.model, call.provider)
-    for name in RESERVED:
-        setattr(ticket, name, getattr(open_call, name))
-    ticket.expected = open_call.expected
-    ticket.occurrence = open_call.occurrence
-    return ticket
+        rates = state.tree.price_book.rates_for(call.model, call.provider)
+    return open_call.ticket(state.guard, first + open_call.call_id, rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
@@ -151,8 +152,8 @@ Words: TypeAlias = Annotated[
     ),
 ]
 """Words for a model."""
-Dollars: TypeAlias = Annotated[Decimal | None, BeforeValidator(_dollars)]
-"""US dollars > 0, exact, or None for no cap."""
+Dollars: TypeAlias = Annotated[Decimal | float | None, BeforeValidator(_dollars)]
+"""US dollars > 0, or None for no cap; kept as an exact `Decimal`."""
 ExceptionNames: TypeAlias = Annotated[
     tuple[str | type[BaseException], ...],
     rule(
@@ -192,6 +193,12 @@ class Settings(BaseModel):
         defer_build=True, frozen=True, extra="forbid", arbitrary_types_allowed=True
     )
 
+    @classmethod
+    def nearest(cls, name: str) -> str | None:
+        """Return the field that a name nearly is."""
+        found = get_close_matches(name, cls.model_fields, n=1, cutoff=0.75)
+        return found[0] if found else None
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the settings, changed as `update` says; unlike pydantic's, the copy is validated."""
         del deep  # nothing in them can be changed, so a shallow copy is as good
@@ -218,22 +225,19 @@ _RULES = {
     "literal_error": ("must be {expected}", "Leave it out for the default."),
     "model_type": ("must be a {class_name} or its fields", "Use {class_name}(...){none}."),
     "string_type": ("must be a text", "Leave it out for none."),
+    "is_instance_of": ("must be a list or a tuple", "Put what is one in brackets."),
     "tuple_type": ("must be a list or a tuple", "Put what is one in brackets."),
 }
 
 
-def configuration_error(
-    model: type[BaseModel],
-    error: ValidationError,
-    nearest: Callable[[str], str | None] | None = None,
-) -> ConfigurationError:
+def configuration_error(model: type[Settings], error: ValidationError) -> ConfigurationError:
     """Turn pydantic's report into one sentence per problem: rule, value, way out."""
     sentences: list[str] = []
     for problem in error.errors(include_url=False):
         name = ".".join(str(part) for part in problem["loc"])
         kind, message, value = problem["type"], problem["msg"], shown(problem["input"])
         if kind == "extra_forbidden":
-            near = nearest and nearest(name)
+            near = model.nearest(name)
             way_out = f"Use {near}" if near else f"Use one of: {', '.join(model.model_fields)}"
             text = f"is not a field of {model.__name__}, got {value}. {way_out}."
         elif kind == "missing":

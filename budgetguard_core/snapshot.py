@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from decimal import Decimal
+from dataclasses import replace
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.counters import COUNTERS, RESERVED
-from budgetguard_core.decision import Admit, ModelCall, ToolCall, ToolKind
+from budgetguard_core.decision import Admit, ModelCall, ToolCall
 from budgetguard_core.errors import CheckpointError, ConfigurationError
 from budgetguard_core.outcome import Outcome
-from budgetguard_core.pricing import from_usd, to_usd
+from budgetguard_core.pricing import Rates, from_usd, to_usd
 from budgetguard_core.records import dump
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.usage import Usage
@@ -30,32 +30,16 @@ class OpenCall(BaseModel):
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
-    kind: Literal["model", "tool"]
-    """What is called."""
     call_id: NonNegativeInt
     """The number of the call within its tree of guards."""
+    call: ModelCall | ToolCall
+    """The call; of a tool call's arguments, the fingerprint alone."""
     reserved_tokens: NonNegativeInt = 0
     """Tokens that are set aside for it until it is settled."""
     reserved_cost: NonNegativeInt = 0
     """Money that is set aside for it, in femto-dollars (1E-15 US dollars)."""
     reserved_input: NonNegativeInt = 0
     """Those of the tokens that are of its prompt."""
-    model: str | None = None
-    """The model that was asked for, where it was named."""
-    provider: str | None = None
-    """The model's provider, where it was named."""
-    input_tokens: int = 0
-    """The projected prompt of a model call."""
-    cost_usd: str | None = None
-    """The cost in US dollars that the caller projected, if it did."""
-    id: str | None = None
-    """The id of a tool call in the framework's history."""
-    name: str = ""
-    """The tool's name; empty for a model call."""
-    tool_kind: ToolKind = "function"
-    """How the tool is counted, as in `ToolCall.kind`."""
-    fingerprint: str = ""
-    """The fingerprint of a tool call's arguments. The arguments themselves are not kept."""
     occurrence: NonNegativeInt = 0
     """How many tool calls with this id, name and arguments came before it."""
     expected: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
@@ -63,43 +47,19 @@ class OpenCall(BaseModel):
 
     @classmethod
     def of(cls, ticket: Admit) -> Self:
-        """Describe a ticket without the arguments of its call."""
+        """Describe a ticket."""
         call = ticket.call
-        if isinstance(call, ModelCall):
-            return cls(
-                kind="model",
-                call_id=ticket.call_id,
-                reserved_tokens=ticket.reserved_tokens,
-                reserved_cost=ticket.reserved_cost,
-                reserved_input=ticket.reserved_input,
-                model=call.model,
-                provider=call.provider,
-                input_tokens=call.input_tokens,
-                cost_usd=None if call.cost_usd is None else str(call.cost_usd),
-                expected=ticket.expected,
-            )
-        return cls(
-            kind="tool",
-            call_id=ticket.call_id,
-            id=call.id,
-            name=call.name,
-            tool_kind=call.kind,
-            fingerprint=call.fingerprint or "",
-            occurrence=ticket.occurrence,
-        )
+        plain = replace(call, arguments=None) if isinstance(call, ToolCall) else replace(call)
+        kept = {name: getattr(ticket, name) for name in cls.model_fields if name != "call"}
+        return cls(call=plain, **kept)
 
-    def to_call(self) -> ModelCall | ToolCall:
-        """Return the call, so that it can still be settled."""
-        if self.kind == "model":
-            return ModelCall(
-                model=self.model,
-                provider=self.provider,
-                input_tokens=self.input_tokens,
-                cost_usd=None if self.cost_usd is None else Decimal(self.cost_usd),
-            )
-        return ToolCall(
-            name=self.name, id=self.id, kind=self.tool_kind, fingerprint=self.fingerprint
-        )
+    def ticket(self, guard: Any, number: int, rates: Rates | None) -> Admit:
+        """Make the ticket again, under another number, so that its call can still be settled."""
+        ticket = Admit(guard, replace(self.call), number)
+        ticket.rates = rates
+        for name in (*RESERVED, "expected", "occurrence"):
+            setattr(ticket, name, getattr(self, name))
+        return ticket
 
 
 class Snapshot(BaseModel):
@@ -113,58 +73,58 @@ class Snapshot(BaseModel):
     """The version of this format."""
     run_id: str
     """The run's name."""
-    parent_run_id: str | None
+    parent_run_id: str | None = None
     """The run that it is a part of, or None."""
-    mode: _Mode
+    mode: _Mode = "enforce"
     """What the run's guard does with its limits."""
-    budget: dict[str, Any] | None
+    budget: dict[str, Any] | None = None
     """The caps, as `Budget.to_json` writes them; None where they are not known, so that the run
     needs a fresh budget to go on."""
-    stop_conditions: int
+    stop_conditions: int = 0
     """How many conditions of the user's own the budget had. They are code and not in here."""
     tenant: tuple[str, ...] = ()
     """Whom the run was charged to in a ledger. The ledger is a connection and not in here."""
     counters: dict[str, NonNegativeInt]
     """The running totals, sub-agents included; money in femto-dollars (1E-15 US dollars)."""
-    quotas: dict[str, NonNegativeInt]
+    quotas: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Tool bodies that were started under each quota, by its pattern."""
-    tool_counts: dict[str, NonNegativeInt]
+    tool_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Tool bodies that were started, by name (the first 1,024 names)."""
     records: tuple[tuple[str | None, str, str], ...]
     """What became of the last 256 tool calls that ended: id, name, status."""
     completed_tool_calls: NonNegativeInt | None = None
     """Tool calls of the run itself that were completed; None where only `records` tell."""
-    elapsed_ns: NonNegativeInt | None
+    elapsed_ns: NonNegativeInt | None = None
     """Nanoseconds of run time, pauses excluded; None before the first admission."""
     pauses: NonNegativeInt = 0
     """How many runs on this guard waited for a person."""
-    trip: Trip | None
+    trip: Trip | None = None
     """Why the run was stopped, or None."""
-    observed: Trip | None
+    observed: Trip | None = None
     """In OBSERVE: the trip that ENFORCE would have made, or None."""
-    aborted: str | None
+    aborted: str | None = None
     """Why somebody asked for the end of the run, or None."""
-    held: tuple[Violation, ...]
+    held: tuple[Violation, ...] = ()
     """Limits that are not the engine's own and stand against the next step."""
-    warned: tuple[str, ...]
+    warned: tuple[str, ...] = ()
     """The dimensions that have reached their warning share, in order."""
     wraps_up: bool = True
     """Whether the model may still be asked to finish (`wrap_up_at`)."""
-    detector: dict[str, Any] | None
+    detector: dict[str, Any] | None = None
     """What the loop detector knows, as fingerprints; None where it is turned off."""
     occurrences: dict[str, Any] | None = None
     """How often tool calls with the same id, name and arguments were made, by digest."""
     largest_output: NonNegativeInt = 0
     """Tokens of the largest completion."""
-    open_calls: tuple[OpenCall, ...]
+    open_calls: tuple[OpenCall, ...] = ()
     """The calls that were in flight."""
-    earlier: Usage
+    earlier: Usage = Field(default_factory=Usage)
     """What earlier attempts used, where the run was resumed under a fresh budget."""
-    seq: NonNegativeInt
+    seq: NonNegativeInt = 0
     """The number of the last event of its tree of guards."""
-    call_id: NonNegativeInt
+    call_id: NonNegativeInt = 0
     """The number of the last call of its tree of guards."""
-    price_book: str
+    price_book: str = ""
     """The version of the prices."""
     messages: tuple[Any, ...] = ()
     """The conversation, in any form that JSON can hold."""
@@ -183,34 +143,16 @@ class Snapshot(BaseModel):
             "cost": from_usd(usage.cost_usd),
             **dict.fromkeys(RESERVED, 0),
         }
+        # It keeps no arguments: no call from now on has the number of an earlier one.
+        floor = usage.tool_calls + outcome.earlier_usage.tool_calls
         return cls(
             run_id=outcome.run_id,
-            parent_run_id=None,
-            mode="enforce",
-            budget=None,
-            stop_conditions=0,
             counters={name: used[name] for name in COUNTERS},
-            quotas={},
-            tool_counts={},
             records=tuple((call.id, call.name, call.status) for call in outcome.tool_calls),
             elapsed_ns=round(usage.seconds * 1_000_000_000),
-            trip=None,
-            observed=None,
-            aborted=None,
-            held=(),
-            warned=(),
-            detector=None,
-            open_calls=(),
             earlier=outcome.earlier_usage,
-            seq=0,
-            call_id=0,
-            price_book="",
+            occurrences={"floor": floor, "counts": {}},
             messages=outcome.messages,
-            # It keeps no arguments: no call from now on has the number of an earlier one.
-            occurrences={
-                "floor": usage.tool_calls + outcome.earlier_usage.tool_calls,
-                "counts": {},
-            },
         )
 
     def completed(self) -> int:

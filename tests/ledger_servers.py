@@ -20,6 +20,7 @@ import pytest
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.ledger.postgres import PostgresLedgerStore
 from budgetguard_core.ledger.redis import RedisLedgerStore
+from budgetguard_core.ledger.runs import Heartbeat
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import WindowRecord, ceiling_name
 
@@ -82,22 +83,10 @@ def need(kind):
         leave_out(HOW[kind])
 
 
-class Quiet:
-    """A heartbeat that beats only when the test says so, with `Ledger.beat`."""
-
-    def __init__(self, *_):
-        pass
-
-    def hurry(self):
-        pass
+class Quiet(Heartbeat):
+    """Has no thread: it beats when it is told."""
 
     def wake(self):
-        pass
-
-    def stop(self, seconds):
-        pass
-
-    def restart(self):
         pass
 
 
@@ -175,7 +164,7 @@ def window_of(store, key, label):
 
 def set_ceiling(store, key, kind, ceiling):
     """Store a ceiling, or take it away."""
-    text = None if ceiling is None else " ".join(map(str, ceiling))
+    text = None if ceiling is None else ceiling.to_text()
     store.write(ceiling_name(key, kind), text)
 
 

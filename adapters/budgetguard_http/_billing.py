@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Final
 
-from budgetguard_http.protocols.protocol import Body, record, text_or_none
+from budgetguard_http.protocols.fields import Body, record, text_or_none
 
 _BILLED: Final = re.compile(
     r"/(completions|complete|responses|messages|chat|generate|embed|embeddings|rerank|ocr)$"

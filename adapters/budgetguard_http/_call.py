@@ -26,7 +26,8 @@ from budgetguard_http._posted import Posted
 from budgetguard_http._refusal import Refusal, RunStopped
 from budgetguard_http._runs import is_own, traffic_of
 from budgetguard_http.protocols import OPAQUE
-from budgetguard_http.protocols.protocol import Answer, Body, Reader, parsed, record
+from budgetguard_http.protocols.fields import Body, parsed, record
+from budgetguard_http.protocols.protocol import Reader
 
 _FREE: Final = Decimal(0)
 _FEMTO: Final = 10**15
@@ -56,8 +57,7 @@ class Call:
         traffic: What is remembered of the run's calls.
         conversation: The conversation that it goes on; None where a layer above knows that.
         length: How many turns the request has, as its caller has them.
-        answer: What is known of the answer so far.
-        asked_for_usage: The request asks for the stream's usage on the caller's behalf.
+        answer: What reads the answer, and is known of it so far.
     """
 
     run: Run
@@ -68,15 +68,14 @@ class Call:
     traffic: Traffic
     conversation: Conversation | None
     length: int
-    answer: Answer = field(default_factory=Answer)
-    asked_for_usage: bool = False
+    answer: Reader = field(init=False)
     _cost: Decimal | None = None
-    _told: int = 0
     _is_over: bool = False
-    _reader: Reader | None = None
 
     def __post_init__(self) -> None:
         self._tier = self.posted.tier
+        protocol = self.posted.protocol
+        self.answer = protocol.reader_type(protocol, self.posted.body)
 
     # The request
 
@@ -89,34 +88,25 @@ class Call:
         bound, conversation = opened.max_output_tokens, self.conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
         may_ask = posted.is_streamed and self.policy.ask_for_usage
-        is_told = opened.nudge or (conversation and conversation.nudges)
-        if not (is_to_bind or may_ask or is_told or opened.fallback_model):
+        told = [] if conversation is None else conversation.nudges
+        if opened.nudge is not None:
+            # Until there is an answer: an attempt that failed has told nobody.
+            told.append(opened.nudge)
+        if not (is_to_bind or may_ask or told or opened.fallback_model):
             return None
-        known, told = dict(body), self._to_tell()
+        known = dict(body)
         if bound is not None and is_to_bind:
             protocol.set_bound(body, max(bound // protocol.choices(body), 1))
-        for text in told:
+        for text in dict.fromkeys(told):
             protocol.add_nudge(body, text)
         if opened.fallback_model is not None:
             body["model"] = opened.fallback_model
-        if may_ask and protocol.ask_for_usage(body):
-            self.asked_for_usage = True
+        self.answer.hides_usage = may_ask and protocol.ask_for_usage(body)
         content = _json(body) if told or body != known else None
-        if self.asked_for_usage:
+        if self.answer.hides_usage:
             # A synthetic answer has what the caller asked for.
             body["stream_options"] = known.get("stream_options")
         return content
-
-    def _to_tell(self) -> list[str]:
-        nudge, conversation = self.opened.nudge, self.conversation
-        if conversation is None:
-            return [] if nudge is None else [nudge]
-        if nudge is not None:
-            conversation.nudges.append(nudge)
-        nudges = conversation.nudges
-        # Until there is an answer: an attempt that failed has told nobody.
-        self._told = len(nudges)
-        return list(dict.fromkeys(nudges))
 
     # The answer
 
@@ -132,17 +122,9 @@ class Call:
 
     def parsed(self, body: Body) -> None:
         """Take a whole answer that was parsed before; as `whole`."""
-        self.reader().whole(body)
+        self.answer.whole(body)
         self._served(body)
         self.over()
-
-    def reader(self) -> Reader:
-        """Return what reads the answer."""
-        protocol = self.posted.protocol
-        self._reader = protocol.reader_type(
-            self.answer, protocol, self.posted.body, hides_usage=self.asked_for_usage
-        )
-        return self._reader
 
     def priced(self, data: Body) -> None:
         """Take what an event of a stream says of the cost."""
@@ -193,6 +175,7 @@ class Call:
 
     def over(self) -> None:
         """Take the end of the whole exchange, once: the conversation goes on."""
+        self.answer.end()
         self.settle()
         self._replied()
 
@@ -201,11 +184,12 @@ class Call:
         if conversation is None or self._is_over:
             return
         self._is_over = True
-        del conversation.nudges[: self._told]
-        forced = posted.protocol.forced_tool(posted.body)
-        for call in answer.calls:
-            if call.name == forced:
-                call.kind = "output"
+        conversation.nudges.clear()
+        if answer.calls:
+            forced = posted.protocol.forced_tool(posted.body)
+            for call in answer.calls:
+                if call.name == forced:
+                    call.kind = "output"
         self.traffic.answered(conversation, self.length, answer)
 
     def left(self) -> None:
@@ -220,11 +204,10 @@ class Call:
             reported=self.answer.usage,
         )
         self.at.answered(self.opened, used, model=self.answer.model)
-        if self._reader is not None:
-            self._reader.end()
-            if self.answer.calls:
-                # Who has them may run them.
-                self._replied()
+        self.answer.end()
+        if self.answer.calls:
+            # Who has them may run them.
+            self._replied()
 
     def failed(self, error: BaseException | str) -> None:
         """Charge a call that failed."""
@@ -267,7 +250,7 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
     asked = run
     protocol, body = posted.protocol, posted.body
     turns = () if is_below else protocol.turns(body)
-    if not is_below and protocol.is_conversation:
+    if not is_below and protocol.paths.messages:
         conversation = traffic.of(protocol, body, turns)
         asked = conversation.run or run
     retry = traffic.has_failed(posted.raw) or posted.is_retry or not protocol.is_turn
@@ -330,7 +313,6 @@ def _is_capped(run: Run) -> bool:
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:
-    messages, system, tools, schema = posted.protocol.prompt(posted.body)
     if conversation is None:
         prompt = Prompt()
     elif posted.protocol.follows(posted.body) is not None and not conversation.is_server_side:
@@ -339,7 +321,7 @@ def _projected(posted: Posted, conversation: Conversation | None) -> int:
         prompt.measured(conversation.usage)
     else:
         prompt = conversation.prompt
-    return max(prompt.project(messages, system=system, tools=tools, output_schema=schema), 1)
+    return max(prompt.project(**posted.protocol.prompt(posted.body)), 1)
 
 
 def _json(body: Body) -> bytes:

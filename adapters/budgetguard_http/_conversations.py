@@ -7,6 +7,7 @@ begin, and by the reply that a request goes on from.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import chain
@@ -21,9 +22,10 @@ from budgetguard_core.kit import (
     Prompt,
     Run,
     TokenUsage,
-    ToolCall,
+    Turn,
 )
-from budgetguard_http.protocols.protocol import Answer, ApiProtocol, Body, Result, record
+from budgetguard_http.protocols.fields import Body
+from budgetguard_http.protocols.protocol import ApiProtocol, Reader, Result
 
 _MOST_KEPT: Final = 256
 _NO_RESULT: Final = "no result"
@@ -57,7 +59,7 @@ class Conversation:
     # What many have in common is the class's: one is made for each that begins.
     run: Run | None = None
     length: int = 0
-    marks: frozenset[str | None] = frozenset()
+    marks: frozenset[str] = frozenset()
     answer_id: str | None = None
     last_reply: str | None = None
     is_busy: bool = False
@@ -97,7 +99,7 @@ class Traffic:
         self._is_own = is_own
         self._lock = threading.Lock()
         self._kept: dict[Conversation, None] = {}
-        self._failed: dict[bytes, int] = {}
+        self._failed = deque[bytes](maxlen=_MOST_KEPT)
         self._seat: Conversation | None = None
         self.trip: Trip | None = None
         self.latest: Conversation | None = None
@@ -107,46 +109,40 @@ class Traffic:
         results, head = protocol.results(body), _head(protocol, turns)
         with self._lock:
             found = self._found(protocol, body, turns, results, head)
-            if found is not None:
-                self._keep(found)
         if found is None:
             found = Conversation(protocol, head)
-            found.turns = turns
-            return found
-        if results:
+        elif results:
             self._settle(found, results)
         else:
             self._spoken(found, turns)
         found.turns = turns if protocol.follows(body) is None else [*found.turns, *turns]
         return found
 
-    def answered(self, conversation: Conversation, length: int, answer: Answer) -> None:
-        """Take the reply to a request of a conversation, which had so many turns."""
+    def answered(self, conversation: Conversation, length: int, answer: Reader) -> None:
+        """Take the reply to a request of a conversation, which had so many turns.
+
+        Its client has the tool calls, so all of them count: past a cap no request follows.
+        """
         if answer.calls:
-            self._given(conversation, answer.calls)
+            run = self.seat(conversation)
+            for call in answer.calls:
+                if call.kind == "function" and call.name != PROGRESS_TOOL.name:
+                    call.kind = "reported"
+            for opened in run.batch(answer.calls):
+                if run.start(opened) is None and opened.call.kind == "reported":
+                    conversation.pending.append(opened)
+                else:
+                    run.finished(opened, "given")
         said = "".join(answer.said).strip()
         is_busy = conversation.is_busy = bool(conversation.pending)
         conversation.length = length
-        marks: set[str | None] = {call.id or call.name for call in answer.calls}
+        marks = {call.id or call.name for call in answer.calls}
         conversation.marks = frozenset(marks if is_busy else {*marks, said})
         conversation.answer_id = answer.id
-        final = said if said and not is_busy else None
-        conversation.final = conversation.last_reply = final
+        conversation.final = conversation.last_reply = None if is_busy else said or None
+        self.latest = conversation
         with self._lock:
-            self.latest = conversation
             self._keep(conversation)
-
-    def _given(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
-        """Count the tool calls of a reply, which its client has: past a cap no request follows."""
-        run = self.seat(conversation)
-        for call in calls:
-            if call.kind == "function" and call.name != PROGRESS_TOOL.name:
-                call.kind = "reported"
-        for opened in run.batch(calls):
-            if run.start(opened) is None and opened.call.kind == "reported":
-                conversation.pending.append(opened)
-            else:
-                run.finished(opened, "given")
 
     def seat(self, conversation: Conversation) -> Run:
         """Return where the loops of a conversation are looked for.
@@ -171,41 +167,34 @@ class Traffic:
 
     def failed(self, raw: bytes) -> None:
         """Remember a request that failed: the same again is a retry."""
-        with self._lock:
-            digest = _digest(raw)
-            self._failed[digest] = self._failed.pop(digest, 0) + 1
-            while len(self._failed) > _MOST_KEPT:
-                del self._failed[next(iter(self._failed))]
+        self._failed.append(_digest(raw))
 
     def has_failed(self, raw: bytes) -> bool:
         """Return whether this very request has failed before; each failure is one retry's."""
-        if not self._failed:
-            return False
-        with self._lock:
-            digest = _digest(raw)
-            count = self._failed.pop(digest, 0)
-            if count > 1:
-                self._failed[digest] = count - 1
-        return count > 0
+        try:
+            if self._failed:
+                self._failed.remove(_digest(raw))
+                return True
+        except ValueError:
+            pass
+        return False
 
-    def close(self) -> None:
-        """Settle the tool calls that the client has got and never answered: the run ends."""
+    def ending(self) -> dict[str, Any]:
+        """Return what the run is ended with, with what is open of its conversations settled.
+
+        Its history is that of the conversation that was heard of last.
+        """
         with self._lock:
-            kept = list(self._kept)
+            kept, latest = list(self._kept), self.latest
         for conversation in kept:
+            # The client has got tool calls, and never answered.
             self._give_up(conversation)
-
-    def history(self) -> Sequence[Any]:
-        """Return the turns of the conversation that was heard of last, with its last answer."""
-        latest = self.latest
-        if latest is None:
-            return ()
-        last = [] if latest.final is None else [latest.protocol.answer_turn(latest.final)]
-        return [*latest.turns, *last]
-
-    def final(self) -> str | None:
-        """Return the last answer: what a conversation said last, or was stopped with."""
-        return None if self.latest is None else self.latest.final
+        messages: list[Any] = [] if latest is None else [*latest.turns]
+        final = None if latest is None else latest.final
+        if latest is not None and final is not None:
+            messages.append(latest.protocol.answer_turn(final))
+        trip = self._run.stopped_by or self.trip
+        return {"messages": messages, "final": final, "trip": trip}
 
     def unsent_input(self) -> list[Any]:
         """Return what the provider lacks of the conversation that was heard of last."""
@@ -235,30 +224,28 @@ class Traffic:
         results: Sequence[Result],
         head: bytes,
     ) -> Conversation | None:
-        follows = protocol.follows(body)
-        ids = {one.id or one.name for one in results}
-        latest_first = [*reversed(self._kept)]
-        for one in latest_first:
-            if follows is not None and one.answer_id == follows:
-                return one
-        for one in latest_first:
-            if one.head == head and one.marks & _marks(protocol, turns[one.length :]):
-                return one
-        for one in latest_first:
-            # The client has cut its history, or the provider keeps it.
-            if ids and ids <= {call.call.id or call.call.name for call in one.pending}:
-                return one
-        return None
+        follows, ids = protocol.follows(body), {one.id for one in results}
+        latest = [*reversed(self._kept)]
+        by_answer = (one for one in (latest if follows else ()) if one.answer_id == follows)
+        by_head = (one for one in latest if one.head == head)
+        by_reply = (one for one in by_head if _has_reply(protocol, turns[one.length :], one.marks))
+        # Its client has cut the history, or the provider keeps it.
+        by_results = (
+            one for one in (latest if ids else ()) if ids <= {*chain(*map(_names, one.pending))}
+        )
+        found = next(chain(by_answer, by_reply, by_results), None)
+        if found is not None:
+            self._keep(found)
+        return found
 
     def _settle(self, conversation: Conversation, results: Sequence[Result]) -> None:
+        run, pending = conversation.run or self._run, conversation.pending
         for result in results:
-            for call in conversation.pending:
-                asked = call.call
-                if (asked.id == result.id) if result.id else (asked.name == result.name):
-                    conversation.pending.remove(call)
-                    error = str(result.content) if result.is_error else None
-                    (conversation.run or self._run).finished(call, result.content, error=error)
-                    break
+            call = next((one for one in pending if result.id in _names(one)), None)
+            if call is not None:
+                pending.remove(call)
+                error = str(result.content) if result.is_error else None
+                run.finished(call, result.content, error=error)
         self._give_up(conversation)
 
     def _give_up(self, conversation: Conversation) -> None:
@@ -269,12 +256,12 @@ class Traffic:
 
     def _spoken(self, conversation: Conversation, turns: Sequence[Any]) -> None:
         """Separate new words of the user's from those that another model repeats."""
-        words = (conversation.protocol.turn(record(turn)).words for turn in reversed(turns))
-        last = next(words, None)
-        spoken = (one for one in chain([last], words) if one is not None)
-        latest, before = next(spoken, None), next(spoken, None)
         guard = self.seat(conversation).guard
-        if latest is not None and latest == before:
+        read = (_words(conversation.protocol.turn(one)) for one in reversed(turns))
+        last = next(read, None)
+        earlier = (words for words in read if words is not None)
+        latest = next(earlier, None) if last is None else last
+        if latest is not None and latest == next(earlier, None):
             if conversation.last_reply is not None:
                 guard.report_reply(conversation.last_reply)
         elif last is not None:
@@ -286,22 +273,32 @@ def _digest(raw: bytes) -> bytes:
     return blake2b(raw, digest_size=16).digest()
 
 
-def _marks(protocol: ApiProtocol, turns: Sequence[Any]) -> set[str | None]:
-    """Return what the replies are recognised by that a request has before the user's next turn."""
-    marks: set[str | None] = set()
+def _names(call: OpenToolCall) -> tuple[str | None, str]:
+    return call.call.id, call.call.name
+
+
+def _words(turn: Turn) -> str | None:
+    """Return the words of the user; None for anybody else's, and for a bundle of results."""
+    return turn.text if turn.role == "user" and (turn.parts or not turn.results) else None
+
+
+def _has_reply(protocol: ApiProtocol, turns: Sequence[Any], marks: frozenset[str]) -> bool:
+    """Return whether a request holds a reply with such marks before the user's next turn."""
     for message in turns:
-        turn = protocol.turn(record(message))
+        turn = protocol.turn(message)
         if turn.role == "user":
-            break
+            return False
         if turn.role == "assistant":
-            marks.update(turn.marks)
-    return marks
+            own = {call.id or call.name for call in turn.calls}
+            if marks & (own or {turn.text.strip()}):
+                return True
+    return False
 
 
 def _head(protocol: ApiProtocol, turns: Sequence[Any]) -> bytes:
     beginning: list[Any] = []
     for message in turns[:_LONGEST_BEGINNING]:
         beginning.append(message)
-        if protocol.turn(record(message)).words is not None:
+        if _words(protocol.turn(message)) is not None:
             break
     return _digest(repr(beginning).encode(errors="replace"))

@@ -10,7 +10,8 @@ import struct
 import zlib
 from typing import Any, ClassVar, Final
 
-from budgetguard_http.protocols.protocol import Event, parsed, record
+from budgetguard_http.protocols.fields import parsed, record
+from budgetguard_http.protocols.protocol import Event
 
 _END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _LONGEST_END: Final = 4

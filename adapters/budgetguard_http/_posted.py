@@ -10,7 +10,8 @@ from typing import Any, Final
 from budgetguard_http._billing import bills, tier_of
 from budgetguard_http._policy import Policy, is_provider
 from budgetguard_http.protocols import CHAT, MISTRAL, OPAQUE, is_path_of_a_model, protocol_of
-from budgetguard_http.protocols.protocol import ApiProtocol, Body, parsed
+from budgetguard_http.protocols.fields import Body, parsed
+from budgetguard_http.protocols.protocol import ApiProtocol
 
 _SIGNED: Final = "AWS4"
 _SLASHES: Final = re.compile("/+(?=/|$)")

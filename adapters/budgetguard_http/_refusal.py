@@ -82,7 +82,7 @@ class Refusal:
             "x-should-retry": "false",
         }
         protocol, body = posted.protocol, posted.body
-        mark = synthetic_metadata(run.guard, trip)
+        mark = dict(synthetic_metadata(run.guard, trip))
         model = posted.model or ""
         form = protocol.form(body)
         is_text = form == "text" or (form == "json" and protocol.can_refuse)

@@ -99,20 +99,9 @@ class _Part(Run):
 
     def end(self, *given: Any, **ends: Any) -> Outcome:
         """End it; its history is what its traffic tells, of which the run around knows nothing."""
-        return super().end(*given, **(ends or ending(self)))
+        return super().end(*given, **(ends or traffic_of(self).ending()))
 
 
 def end(run: Run) -> Outcome:
     """End a run that was one of clients alone."""
-    return run.end(**ending(run))
-
-
-def ending(run: Run) -> dict[str, Any]:
-    """Return what such a run is ended with, its conversations closed."""
-    traffic = traffic_of(run)
-    traffic.close()
-    return {
-        "messages": traffic.history(),
-        "final": traffic.final(),
-        "trip": run.stopped_by or traffic.trip,
-    }
+    return run.end(**traffic_of(run).ending())

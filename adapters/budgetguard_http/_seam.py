@@ -217,7 +217,10 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
         headers = request.headers.copy()
         headers.pop("transfer-encoding", None)  # a request has one of the two
         headers["content-length"] = str(len(content))
-        request = mod.Request(request.method, request.url, headers=headers, content=content)
+        stream = mod.ByteStream(content)
+        request = mod.Request(request.method, request.url, stream=stream)
+        request.headers = headers
+        request.read()
     if call.posted.is_streamed and not call.posted.is_signed:
         # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = _IDENTITY

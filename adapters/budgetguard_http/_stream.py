@@ -28,7 +28,7 @@ class Passing:
     ) -> None:
         self.call = call
         self._frames = frames or Frames()
-        self._reader = None if frames is None else call.reader()
+        self._reader = None if frames is None else call.answer
         self._began = False
         self._timed_out = timed_out
 
@@ -50,7 +50,6 @@ class Passing:
             return False
         name, data = read
         if data == "[DONE]":
-            reader.end()
             self.call.over()
             return False
         self._began = True
@@ -63,10 +62,8 @@ class Passing:
 
     def last(self) -> list[Any]:
         """Take the end of the stream; return what is left for the client."""
-        rest, is_hidden = self._frames.rest(), None
-        if self._reader is not None:
-            is_hidden = self._take(rest) if rest.strip() else None
-            self._reader.end()
+        rest = self._frames.rest()
+        is_hidden = self._take(rest) if rest.strip() else None
         self.call.over()
         return [rest] if rest and not (is_hidden or self._frames.passes_all) else []
 

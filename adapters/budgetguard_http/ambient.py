@@ -30,7 +30,7 @@ from budgetguard_http import audit
 from budgetguard_http._patches import Patches
 from budgetguard_http._policy import ClientOptions, OnUnknown, Policy, split
 from budgetguard_http._refusal import RunStopped
-from budgetguard_http._runs import ending, traffic_of
+from budgetguard_http._runs import traffic_of
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
 
@@ -242,7 +242,7 @@ class bounded_clients:
 
     def _end(self, error: BaseException | None) -> Outcome:
         run = self.run
-        ends = ending(run)
+        ends = traffic_of(run).ending()
         if error is None or (ends["trip"] is not None and _is_a_stop(error)):
             return run.end(**ends)
         return run.fail(error, ends["messages"])

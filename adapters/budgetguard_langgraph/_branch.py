@@ -32,12 +32,10 @@ class Branch:
         self._asked: list[list[ToolCall]] = []
         self._is_answered = is_answered
 
-    def put(self, calls: list[ToolCall]) -> bool:
-        """Take the tool calls of an answer; return whether all before it have their results."""
+    def put(self, calls: list[ToolCall]) -> None:
+        """Take the tool calls of an answer."""
         self.calls.next_reply()
-        is_first = not self._asked
         self._asked = [*self._asked[-_KEPT:], calls]
-        return is_first
 
     def admitted(self, calls: list[ToolCall]) -> list[OpenToolCall]:
         """Ask for the calls of an answer that a person has let go, in the model's order."""

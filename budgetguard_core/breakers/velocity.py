@@ -7,6 +7,7 @@ the ceiling calls are delayed, and a run that reaches it all the same is stopped
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 from budgetguard_core.pricing import from_usd, to_usd
 from budgetguard_core.settings import NS_PER_SECOND, VelocityLimits
@@ -33,7 +34,7 @@ class VelocityMeter:
         dollars = limits.max_cost_usd_per_minute
         ceilings = {
             "max_tokens_per_minute": limits.max_tokens_per_minute,
-            "max_cost_usd_per_minute": None if dollars is None else from_usd(dollars),
+            "max_cost_usd_per_minute": None if dollars is None else from_usd(Decimal(dollars)),
             "max_tool_calls_per_minute": limits.max_tool_calls_per_minute,
         }
         self._windows = [

@@ -4,6 +4,6 @@ from budgetguard_core.handoff.fallback import Fallback
 from budgetguard_core.handoff.folder import Folder
 from budgetguard_core.handoff.handoff import Handoff, Target
 from budgetguard_core.handoff.record import HandedOver
-from budgetguard_core.handoff.webhook import Webhook, is_signed
+from budgetguard_core.handoff.webhook import Webhook
 
-__all__ = ["Fallback", "Folder", "HandedOver", "Handoff", "Target", "Webhook", "is_signed"]
+__all__ = ["Fallback", "Folder", "HandedOver", "Handoff", "Target", "Webhook"]

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import threading
 import urllib.request
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from budgetguard_core.clock import Clock, SystemClock
+from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.handoff.record import HandedOver
 
-SIGNATURE = "X-BudgetGuard-Signature"
-DELIVERY = "X-BudgetGuard-Delivery"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SECOND = 1_000_000_000
-_LEAST_SECRET = 16
+_PREFIX = "whsec_"
+_LEAST_KEY = 24
 
 
 class Webhook:
-    """Posts each run as JSON, signed with HMAC-SHA256; check it with `is_signed`.
+    """Posts each run as JSON, signed as Standard Webhooks are; its libraries check the signature.
 
-    Tried again after a network error, 429 and 5xx, with the same `X-BudgetGuard-Delivery`, half a
-    second later and then twice as late each time. A redirection is refused, because the run would
+    Tried again after a network error, 429 and 5xx, with the same `webhook-id`, half a second later
+    and then twice as late each time. A redirection is refused, because the run would
     go to somebody else.
 
     Args:
         url: Where to: `https`, or `http` on this machine.
-        secret: What both sides know: 16 characters at least.
+        secret: What both sides know: `whsec_` and 24 to 64 random bytes in base64.
         seconds: The time-out of each step of an attempt: to connect, and to hear something more.
         retries: How often it is tried again.
-        clock: Tells the time that is signed.
         pause: Waits for so many seconds between two attempts; blocking.
 
     Raises:
@@ -49,7 +46,6 @@ class Webhook:
         *,
         seconds: float = 10.0,
         retries: int = 3,
-        clock: Clock | None = None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
         found = urlsplit(url)
@@ -69,11 +65,6 @@ class Webhook:
             )
         if not _is_port(found):
             raise ConfigurationError("url must have a port up to 65535, got another. Check it.")
-        if not isinstance(secret, str) or len(secret) < _LEAST_SECRET:
-            raise ConfigurationError(
-                f"secret must be a text of {_LEAST_SECRET} characters or more, got less. "
-                "Make one with secrets.token_hex()."
-            )
         if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
             raise ConfigurationError(
                 f"seconds must be a number > 0, got {seconds!r}. Use seconds=10."
@@ -83,10 +74,9 @@ class Webhook:
                 f"retries must be a whole number >= 0, got {retries!r}. Use 0 for one attempt."
             )
         self._url = url
-        self._secret = secret.encode()
+        self._secret = _key(secret)
         self._seconds = seconds
         self._retries = retries
-        self._clock = clock or SystemClock()
         self._pause = pause or threading.Event().wait
         # What goes to this machine is not encrypted, so no proxy of the environment gets it.
         proxies = urllib.request.ProxyHandler({} if local else None)
@@ -113,15 +103,30 @@ class Webhook:
                 return
 
     def _post(self, body: bytes, delivery: str) -> None:
-        at = self._clock.wall_ns() // _SECOND
+        at = str(SystemClock.wall_ns() // 10**9)
+        signed = hmac.digest(self._secret, f"{delivery}.{at}.".encode() + body, "sha256")
         headers = {
             "Content-Type": "application/json",
-            SIGNATURE: f"t={at},v1={_signature(self._secret, at, body)}",
-            DELIVERY: delivery,
+            "webhook-id": delivery,
+            "webhook-timestamp": at,
+            "webhook-signature": f"v1,{b64encode(signed).decode()}",
         }
         request = urllib.request.Request(self._url, body, headers, method="POST")  # noqa: S310 - checked
         with self._opener.open(request, timeout=self._seconds):
             pass
+
+
+def _key(secret: str) -> bytes:
+    try:
+        key = b64decode(secret.removeprefix(_PREFIX), validate=True)
+    except ValueError:
+        key = b""
+    if not (secret.startswith(_PREFIX) and len(key) >= _LEAST_KEY):
+        raise ConfigurationError(
+            f"secret must be {_PREFIX} and {_LEAST_KEY} or more bytes in base64, got another. Make "
+            f'one with "{_PREFIX}" + base64.b64encode(secrets.token_bytes(32)).decode().'
+        )
+    return key
 
 
 def _is_port(url: SplitResult) -> bool:
@@ -134,36 +139,3 @@ def _is_port(url: SplitResult) -> bool:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
-
-
-def is_signed(
-    body: bytes,
-    header: str | None,
-    secret: str,
-    *,
-    within: float = 300.0,
-    clock: Clock | None = None,
-) -> bool:
-    """Return whether a webhook's body is what somebody with the secret has just sent.
-
-    Args:
-        body: The body, as it came.
-        header: The value of `X-BudgetGuard-Signature`.
-        secret: The secret.
-        within: How many seconds old it may be, either way: later it may be a copy.
-        clock: Tells the time.
-    """
-    split = (one.partition("=") for one in (header or "").split(","))
-    parts = {name: value for name, _, value in split}
-    sent = parts.get("t", "")
-    if not (sent.isascii() and sent.isdigit() and len(sent) <= 15):
-        return False
-    at = int(sent)
-    now = (clock or SystemClock()).wall_ns() / _SECOND
-    right = _signature(secret.encode(), at, body)
-    given = parts.get("v1", "")
-    return abs(now - at) <= within and hmac.compare_digest(right.encode(), given.encode())
-
-
-def _signature(secret: bytes, at: int, body: bytes) -> str:
-    return hmac.new(secret, f"{at}.".encode() + body, hashlib.sha256).hexdigest()

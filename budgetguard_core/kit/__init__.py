@@ -62,7 +62,15 @@ from budgetguard_core.kit.formats import (
     read_call,
     to_plain,
 )
-from budgetguard_core.kit.history import Call, Turn, close_batch, final_text, in_words, open_calls
+from budgetguard_core.kit.history import (
+    Call,
+    Dialect,
+    Turn,
+    close_batch,
+    final_text,
+    in_words,
+    open_calls,
+)
 from budgetguard_core.kit.history import close as close_history
 from budgetguard_core.kit.history import end as end_history
 from budgetguard_core.kit.model_turn import ModelTurn, Request
@@ -108,6 +116,7 @@ __all__ = [
     "CheckpointStore",
     "Chunk",
     "Converse",
+    "Dialect",
     "Envelope",
     "EnvelopeOptions",
     "Event",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from budgetguard_core.breakers import refusal
+from budgetguard_core.breakers.refusal import refusal
 from budgetguard_core.decision import NOT_EXECUTED
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.kit.flow import Flow, Step
@@ -98,7 +98,7 @@ def _to_wait(run: Any, call: OpenModelCall | OpenToolCall, wake: Callable[[], ob
         seconds = max(seconds, (held.start_ns - now) / 1e9)
         place = held.queued
         if place is not None:
-            place.on_granted(wake)
+            place.wake = wake
             if place.granted:
                 continue
             if now >= place.wait_until_ns and isinstance(call, OpenToolCall):

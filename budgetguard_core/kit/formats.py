@@ -87,16 +87,18 @@ class Chat:
 
     def read(self, message: Message) -> Turn:
         """Read a message."""
-        role, text = message.get("role"), message_text(message)
+        role, content = message.get("role"), message.get("content")
         if role == "tool":
-            return Turn("tool", results=((str(message.get("tool_call_id")), text),))
+            id_ = message.get("tool_call_id") or message.get("tool_name")  # Ollama's
+            return Turn("tool", (), (), ((str(id_), content_text(content)),), False, (message,))
         asked = message.get("tool_calls") if role == "assistant" else None
-        content = message.get("content")
-        parts = [] if content is None else _listed(content)
-        texts = (part(one, "text") if part(one, "type") == "text" else one for one in parts)
-        calls = tuple(read_call(one) for one in asked or ())
+        parts: Sequence[Any] = (content,)
+        if not isinstance(content, str):
+            parts = () if content is None else _listed(content)
+            parts = [part(one, "text") if part(one, "type") == "text" else one for one in parts]
+        calls = tuple(read_call(one) for one in asked) if asked else ()
         synthetic = isinstance(message, SyntheticMessage)
-        return Turn(cast("Any", role), tuple(texts), calls, synthetic=synthetic)
+        return Turn(cast("Any", role), tuple(parts), calls, synthetic=synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results, each a message of its own."""
@@ -126,29 +128,39 @@ class Chat:
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
-def _turn(role: Role, items: Iterable[Any], synthetic: bool) -> Turn:
-    """Return a turn of what was read of its items: calls, results (id and text), other content."""
+def _turn(role: Role, items: Iterable[tuple[Any, Any]], synthetic: bool) -> Turn:
+    """Return a turn of its items: each as it was read (a call, a result's id and text), and raw."""
     parts: list[Any] = []
     calls: list[Call] = []
     results: list[tuple[str, str]] = []
-    for item in items:
-        kind: list[Any] = parts
-        if isinstance(item, Call):
-            kind = calls
-        elif isinstance(item, tuple):
-            kind = results
-        kind.append(item)
-    return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic)
+    raw: list[Any] = []
+    for read, item in items:
+        if isinstance(read, Call):
+            calls.append(read)
+        elif not isinstance(read, tuple):
+            parts.append(read)
+        elif role == "assistant":
+            parts.append(item)  # the provider has run the tool
+        else:
+            results.append(cast("tuple[str, str]", read))
+            raw.append(item)
+    return Turn(role, tuple(parts), tuple(calls), tuple(results), synthetic, tuple(raw))
 
 
 class Converse:
-    """The dialect of Bedrock's Converse: a list of blocks, with results among the user's."""
+    """The dialect of Bedrock's Converse: a list of blocks, with results among the user's.
+
+    It reads those of Anthropic and Gemini as well.
+    """
 
     def read(self, message: Message) -> Turn:
         """Read a message."""
-        role: Any = message.get("role")
+        name: Any = message.get("role") or "user"
+        blocks: Any = message.get("content") or message.get("parts") or ()
+        blocks = [{"text": blocks}] if isinstance(blocks, str) else blocks
         synthetic = isinstance(message, SyntheticMessage)
-        return _turn(role, map(_read_block, message.get("content") or ()), synthetic)
+        role: Role = "assistant" if name == "model" else name
+        return _turn(role, ((_read_block(one), one) for one in blocks), synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Message | None) -> list[Message]:
         """Write tool results: all of a batch are one message."""
@@ -182,26 +194,37 @@ class Converse:
 
 
 def _read_block(block: Message) -> Any:
-    if "toolUse" in block:
-        return read_call(block)
+    call: Any = block.get("toolUse") or block.get("function_call") or block.get("functionCall")
+    if call or block.get("type") == "tool_use":
+        call = call or block
+        return block if call.get("type") == "server_tool_use" else read_call(call)
     result = block.get("toolResult")
-    if result is None:
-        return block.get("text", block)
-    content = [
-        {"text": json.dumps(one["json"], ensure_ascii=False, default=str)} if "json" in one else one
-        for one in result.get("content") or ()
-    ]
-    return str(result.get("toolUseId")), content_text(content)
+    if result is not None:
+        texts = [
+            {"text": json.dumps(one["json"], ensure_ascii=False, default=str)}
+            if "json" in one
+            else one
+            for one in result.get("content") or ()
+        ]
+        return str(result.get("toolUseId")), content_text(texts)
+    if block.get("type") == "tool_result":
+        return str(block.get("tool_use_id")), content_text(block.get("content"))
+    result = block.get("function_response") or block.get("functionResponse")
+    if result is not None:
+        return str(result.get("id") or result.get("name")), str(result.get("response"))
+    return block if block.get("thought") else block.get("text", block)
 
 
 class Responses:
     """The dialect of OpenAI's Responses: what it reads are items that `grouped` put together."""
 
-    def read(self, message: Items) -> Turn:
-        """Read the items of one message."""
-        synthetic = any(isinstance(item, SyntheticMessage) for item in message)
-        role = _speaker(message[0]) if message else "user"
-        return _turn(role, (one for item in message for one in _read_item(item)), synthetic)
+    def read(self, message: Items | Message) -> Turn:
+        """Read the items of one message, or one item alone."""
+        items = [message] if isinstance(message, dict) else message
+        synthetic = any(isinstance(item, SyntheticMessage) for item in items)
+        role = _speaker(items[0]) if items else "user"
+        read = ((one, item) for item in items for one in _read_item(item))
+        return _turn(role, read, synthetic)
 
     def results(self, results: Sequence[tuple[Call, Any]], onto: Items | None) -> list[Items]:
         """Write tool results: items that stand together."""
@@ -225,14 +248,21 @@ class Responses:
         return [to_plain(items) for items in messages]
 
 
-_CALLS: Final = frozenset({"function_call", "custom_tool_call"})
-_RESULTS: Final = frozenset({"function_call_output", "custom_tool_call_output"})
+_CALLS: Final = frozenset(
+    f"{name}_call"
+    for name in ("apply_patch", "computer", "custom_tool", "function", "local_shell", "shell")
+)
+_RESULTS: Final = frozenset(f"{name}_output" for name in _CALLS)
 
 
 def _read_item(item: Message) -> Iterable[Any]:
     kind = item.get("type", "message")
     if kind in _CALLS:
-        return [read_call(item)]
+        if part(item.get("environment"), "type") == "container_reference":
+            return ()  # the provider has run it
+        call = read_call(item)
+        own = item.get("action") or item.get("operation")
+        return [call if call.name else Call(call.id, kind.removesuffix("_call"), own)]
     if kind in _RESULTS:
         return [(str(item.get("call_id")), content_text(item.get("output")))]
     blocks = _listed(item.get("content") or ()) if kind == "message" else ()

@@ -47,6 +47,15 @@ class Amount(NamedTuple):
         """Return whether it is larger in any dimension."""
         return any(a > b for a, b in zip(self, other, strict=True))
 
+    @classmethod
+    def of_text(cls, text: str) -> Amount:
+        """Read four figures, as `to_text` wrote them."""
+        return cls(*map(int, text.split()))
+
+    def to_text(self) -> str:
+        """Return the four figures, as a store keeps them."""
+        return " ".join(map(str, self))
+
 
 ZERO = Amount()
 DIMENSIONS = Amount._fields
@@ -72,12 +81,8 @@ class CeilingOptions(TypedDict, total=False):
 def to_nano(dollars: Decimal | float, way_out: str = "Use 0 for nothing.") -> int:
     """Turn US dollars into nano-dollars, rounded up.
 
-    Args:
-        dollars: The amount.
-        way_out: What an error advises.
-
     Raises:
-        ConfigurationError: It is no finite amount >= 0.
+        ConfigurationError: It is no finite amount >= 0; the error ends with `way_out`.
     """
     if type(dollars) not in (int, float, Decimal):
         raise ConfigurationError(
@@ -105,7 +110,7 @@ def to_dollars(nano: int) -> Decimal:
 def to_amount(
     usd: Decimal | float, tokens: int = 0, model_calls: int = 0, tool_calls: int = 0
 ) -> Amount:
-    """Check what one step is to move.
+    """Check the amount that one step is to move.
 
     Raises:
         ConfigurationError: A figure makes no sense.
@@ -125,48 +130,49 @@ def to_amount(
     return amount
 
 
-def measured(cost: int, tokens: int, model_calls: int = 0, tool_calls: int = 0) -> Amount:
+def measured(cost: int, tokens: int, model_calls: int = 0) -> Amount:
     """Turn the engine's figures (femto-dollars) into an amount; money is rounded up."""
     nano = min(-(-cost // _FEMTO_PER_NANO), LARGEST_STEP)
-    return Amount(nano, min(tokens, LARGEST_STEP), model_calls, tool_calls)
+    return Amount(nano, min(tokens, LARGEST_STEP), model_calls)
 
 
-def to_ceiling(usd: Decimal | float | None = None, *counts: int | None) -> Amount:
-    """Check the ceilings of one period, dollars first; None is no ceiling, which is kept as 0.
-
-    Raises:
-        ConfigurationError: A figure makes no sense.
-    """
-    nano = 0 if usd is None else to_nano(usd, _NO_CEILING)
-    if usd is not None and nano == 0:
-        raise ConfigurationError(f"a ceiling must be > 0, got {usd}. {_NO_CEILING}")
-    for name, count in zip(DIMENSIONS[1:], counts, strict=False):
-        if count is not None and (type(count) is not int or count < 1):
-            words = f"a ceiling of {name.replace('_', ' ')}"
-            raise ConfigurationError(
-                f"{words} must be a whole number >= 1, got {shown(count)}. {_NO_CEILING}"
-            )
-    return Amount(nano, *[count or 0 for count in counts])
-
-
-def to_ceilings(options: CeilingOptions, largest: int = LARGEST_CEILING) -> dict[str, Amount]:
-    """Return ceilings by kind of window (d, m, r).
+def to_ceilings(options: CeilingOptions, kinds: str, largest: int) -> dict[str, Amount]:
+    """Return ceilings for each kind of window that a ledger has (of d, m, r).
 
     Raises:
-        ConfigurationError: A figure makes no sense, or is not below `largest`.
+        ConfigurationError: A figure makes no sense, is not below `largest`, or is of another kind.
         TypeError: There is no such ceiling.
     """
     given: Mapping[str, Any] = {**options}
     for name in given.keys() - CeilingOptions.__annotations__.keys():
         raise TypeError(f"there is no option {name!r}")
     found = {
-        kind: to_ceiling(*[given.get(f"{period}_{name}") for name in DIMENSIONS])
+        kind: Amount(*[_ceiling(name, given.get(f"{period}_{name}")) for name in DIMENSIONS])
         for kind, period in _PERIODS.items()
     }
-    for ceiling in found.values():
-        if max(ceiling) >= largest:
-            raise ConfigurationError(
-                f"a ceiling in this store must be below ${to_dollars(largest)} and {largest} "
-                "tokens, got more. Use another store."
-            )
-    return found
+    if any(any(ceiling) for kind, ceiling in found.items() if kind not in kinds):
+        raise ConfigurationError(
+            "ceilings must be of the ledger's windows, got others: those of a run are for "
+            "a URL with ?windows=run, and of a day and a month for any other. Use either."
+        )
+    if any(max(ceiling) >= largest for ceiling in found.values()):
+        raise ConfigurationError(
+            f"a ceiling in this store must be below ${to_dollars(largest)} and {largest} "
+            "tokens, got more. Use another store."
+        )
+    return {kind: found[kind] for kind in kinds}
+
+
+def _ceiling(name: str, given: Any) -> int:
+    """Return a ceiling in one dimension; none is kept as 0."""
+    if given is None:
+        return 0
+    if name == "usd":
+        if nano := to_nano(given, _NO_CEILING):
+            return nano
+    elif type(given) is int and given >= 1:
+        return given
+    words = "> 0" if name == "usd" else "a whole number >= 1"
+    raise ConfigurationError(
+        f"a ceiling of {name.replace('_', ' ')} must be {words}, got {shown(given)}. {_NO_CEILING}"
+    )

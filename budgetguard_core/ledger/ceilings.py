@@ -10,10 +10,9 @@ from typing import TypeAlias
 from budgetguard_core.clock import Clock
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_dollars
-from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.ledger.connection import Connection, Store
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.step import WindowRecord, ceiling_name, ceiling_of_text
-from budgetguard_core.ledger.url import Store
+from budgetguard_core.ledger.step import WindowRecord, ceiling_name
 from budgetguard_core.ledger.windows import Account, quoted
 
 _KNOWN_SECONDS = 1.0
@@ -40,7 +39,7 @@ class Ceilings:
 
         def put(store: Store) -> None:
             for kind, ceiling in ceilings.items():
-                text = None if ceiling is None else " ".join(map(str, ceiling))
+                text = None if ceiling is None else ceiling.to_text()
                 store.write(ceiling_name(key, kind), text)
 
         self._connection.ask(put)
@@ -49,7 +48,7 @@ class Ceilings:
     def all(self) -> Stored:
         """Return all of them, by key and kind."""
         notes = self._connection.ask(lambda store: store.notes("c:"))
-        return {(name[4:], name[2]): ceiling_of_text(text) for name, text in notes.items()}
+        return {(name[4:], name[2]): Amount.of_text(text) for name, text in notes.items()}
 
     def _recent(self) -> Stored | None:
         """Return them as the store said within the last second, or when it last answered."""

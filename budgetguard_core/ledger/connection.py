@@ -1,23 +1,38 @@
-"""The state of a process's store: whether it answers, which ledger it is, how its clock goes."""
+"""A process's store: where it is, whether it answers, which ledger it holds, how its clock goes.
+
+A driver is imported only when its store is named.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from budgetguard_core.clock import Clock
+from budgetguard_core.errors import ConfigurationError
+from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
 from budgetguard_core.ledger.in_thread import InThread
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step
-from budgetguard_core.ledger.url import Store
-from budgetguard_core.ledger.windows import Account, Window
+from budgetguard_core.ledger.windows import CALENDAR, RUN, check_name
+
+if TYPE_CHECKING:
+    from budgetguard_core.ledger.postgres import PostgresLedgerStore
+    from budgetguard_core.ledger.redis import RedisLedgerStore
 
 _R = TypeVar("_R")
-
-_ATTEMPTS = 3
+Store: TypeAlias = "SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore"
+"""One of the three stores. Every method is one bounded trip, may be called from any thread, may be
+repeated, and raises `LedgerUnreachable` when the store does not answer."""
 
 
 class Connection:
@@ -70,11 +85,13 @@ class Connection:
         with nullcontext() if self.is_server else self._turn:
             failed = self._failed_ns
             if failed is not None and self._clock.monotonic_ns() - failed < self._pause_ns:
-                raise self._failure.again()
+                raise LedgerUnreachable(
+                    str(self._failure), is_absent=self._failure.is_absent, was_sent=False
+                )
             try:
                 result = self._in_thread(call) if self.is_server else call()
             except LedgerUnreachable as error:
-                self._failed_ns, self._failure = self._clock.monotonic_ns(), error.again()
+                self._failed_ns, self._failure = self._clock.monotonic_ns(), error
                 raise
             self._failed_ns = None
             return result
@@ -88,17 +105,16 @@ class Connection:
         store = self._store
         if store is None:
             with self._opening:
-                store = self._store
-                if store is None:
-                    try:
-                        self._store = store = self._open()
-                    except LedgerUnreachable as error:
-                        error.was_sent = False
-                        raise
+                store = self._store or self._open()
+                self._store = store
         return store
 
     def _open(self) -> Store:
-        opened = self._trip(self.opener)
+        try:
+            opened = self._trip(self.opener)
+        except LedgerUnreachable as error:
+            error.was_sent = False
+            raise
         try:
             self._meet(self._trip(opened.identity))
         except BaseException:
@@ -126,6 +142,17 @@ class Connection:
         if met.id != known:
             self._known, self._sequence = met.id, met.sequence
 
+    def adopt(self) -> str:
+        """Accept the store as it is under a new id, also for processes that know another one."""
+        made = uuid.uuid4().hex
+        store = self._trip(self.opener)
+        try:
+            self._trip(lambda: store.write("adopted", repr(store.now())))
+            self._trip(lambda: store.write("id", made))
+        finally:
+            store.close()
+        return made
+
     def ask(self, call: Callable[[Store], _R]) -> _R:
         """Make one trip that is no step."""
         store = self.store()
@@ -137,53 +164,30 @@ class Connection:
         Raises:
             OtherWindows: The step names other windows than its hold was made in.
         """
-        try:
-            answer = self._send(step)
-        except LedgerUnreachable as error:
-            error.windows = step.windows
-            raise
-        if answer.status == "windows":
-            raise OtherWindows(
-                "a hold must be reported in the windows that it was made in, got others. "
-                "Settle a reservation with the object that `reserve` returned."
-            )
-        return answer
-
-    def _send(self, step: Step) -> Answer:
         store = self.store()
         while True:
             self.trips += 1
             known = step._replace(ledger=self._known, sequence=self._sequence)
             answer = self._trip(partial(store.step, known))
-            if answer.status != "foreign":
-                # Of several threads one may set it back: then less is asked of the store.
-                self._sequence = max(self._sequence, answer.sequence)
-                self._seen = answer.now
-                return answer
-            met, adopted, sequence = answer.detail.split(SEPARATOR)
-            self._meet(Identity(met, float(adopted), int(sequence)))
+            if answer.status == "foreign":
+                met, adopted, sequence = answer.detail.split(SEPARATOR)
+                self._meet(Identity(met, float(adopted), int(sequence)))
+                continue
+            # Of several threads one may set it back: then less is asked of the store.
+            self._sequence = max(self._sequence, answer.sequence)
+            self._seen = answer.now
+            if answer.status == "windows":
+                raise OtherWindows(
+                    "a hold must be reported in the windows that it was made in, got others. "
+                    "Settle a reservation with the object that `reserve` returned."
+                )
+            if answer.status == "clock":
+                self._skew = answer.now - self._clock.wall_ns() / 1e9
+            return answer
 
     def now(self) -> float:
-        """Return what this process takes for the store's time."""
+        """Return the time that this process takes for the store's."""
         return self._clock.wall_ns() / 1e9 + self._skew
-
-    def take(
-        self, account: Account, make: Callable[[Sequence[Window]], Step]
-    ) -> tuple[Answer, Sequence[Window]]:
-        """Make a reservation in the windows of now.
-
-        Ours is a guess, the store's clock decides: one more trip at an edge, none otherwise.
-        """
-        for _ in range(_ATTEMPTS):
-            windows = account.windows(self.now())
-            answer = self.send(make(windows))
-            if answer.status != "clock":
-                return answer, windows
-            self._skew = answer.now - self._clock.wall_ns() / 1e9
-        raise LedgerUnreachable(
-            f"the store's clock must stand still for a moment, got {_ATTEMPTS} times outside of "
-            "its windows. Check the clocks."
-        )
 
     def before_fork(self) -> bool:
         """Close a file, and hold it closed until `after_fork`, which is due where this is True.
@@ -216,3 +220,130 @@ class Connection:
                 self._store.close()
                 self._store = None
             self._in_thread.close()
+
+
+class Address(NamedTuple):
+    """A store that can be opened, any number of times."""
+
+    shown: str
+    """The URL without user, password and options, for people."""
+    fingerprint: str
+    """Tells ledgers apart on the disk, without saying which."""
+    open: Callable[[], Store]
+    windows: str = CALENDAR
+    """The kinds of its windows."""
+    largest_ceiling: int = LARGEST_CEILING
+    is_server: bool = True
+
+
+def default_path() -> Path:
+    """Return the file of the ledger that has no URL."""
+    return Path.home() / ".budgetguard" / "ledger.sqlite3"
+
+
+def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = None) -> Address:
+    """Find the store that a URL names, and its driver; nothing is opened.
+
+    Args:
+        url: As of `Ledger`. SQLite takes `?synchronous=normal`; `redis://` takes `?name=` for
+            several ledgers in one data base, `postgresql://` libpq's own options.
+        timeout: Seconds until a step gives up.
+        clock: The ledger's clock, for SQLite; servers have their own.
+
+    Raises:
+        ConfigurationError: The URL makes no sense, or the driver is missing.
+    """
+    url = f"sqlite:///{default_path()}" if url is None else url
+    if not isinstance(url, str):
+        raise ConfigurationError(
+            f"a ledger must be a URL or a Ledger, got {type(url).__name__}. "
+            "Use sqlite:///ledger.sqlite3, redis://host:6379/0 or postgresql://host/name."
+        )
+    try:
+        parts = urlsplit(url)
+        # Of PostgreSQL there may be several, each with a port.
+        _ = None if "," in parts.netloc else parts.port
+    except ValueError:
+        raise _wrong("another") from None
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    windows = options.pop("windows", None)
+    if windows not in (None, "run"):
+        raise ConfigurationError(
+            f"windows must be run, or left out for days and months, got {windows[:20]!r}. "
+            "Use ?windows=run."
+        )
+    kinds = CALENDAR if windows is None else RUN
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    if parts.scheme == "sqlite":
+        path = unquote(parts.path)
+        synchronous = options.pop("synchronous", "FULL").upper()
+        if parts.netloc or options or len(path) < 2 or synchronous not in ("FULL", "NORMAL"):
+            raise ConfigurationError(
+                "a ledger in SQLite must be named sqlite:///file, with ?synchronous=full or "
+                f"normal as its only option, got {f'sqlite://{parts.netloc}{path}'[:80]!r}. "
+                "Use sqlite:///ledger.sqlite3 or sqlite:////var/lib/ledger.sqlite3."
+            )
+        # sqlite:///a is relative and sqlite:////a absolute, as in SQLAlchemy.
+        file = Path(path[1:]).absolute()
+        shown = f"sqlite:///{file}"
+        opened = partial(
+            SqliteLedgerStore, file, synchronous=synchronous, timeout=timeout, clock=clock
+        )
+        return Address(shown, _fingerprint(shown), opened, kinds, is_server=False)
+    # A password may change: the ledger stays the same.
+    facts = sorted(one for one in options.items() if one[0] != "password")
+    fingerprint = _fingerprint(f"{parts.username}@{shown}?{urlencode(facts)}")
+    bare = url.partition("?")[0]  # urlunsplit knows no unix://
+    if parts.scheme in ("redis", "rediss", "unix"):
+        _need("redis", "Redis", "redis")
+        number = parts.path.strip("/")
+        if parts.scheme != "unix" and number and not (number.isascii() and number.isdigit()):
+            # redis-py would take the first one.
+            raise ConfigurationError(
+                f"a data base of Redis must be a number, got {number[:40]!r}. "
+                "Use redis://host:6379/0, and ?name= for several ledgers in it."
+            )
+        name = check_name(options.pop("name", "budgetguard"), "name")
+        options.pop("decode_responses", None)
+        open_redis = partial(_open_redis, f"{bare}?{urlencode(options)}", name, timeout)
+        shown = f"{shown}?name={name}"
+        return Address(shown, fingerprint, open_redis, kinds, LARGEST_CEILING_IN_LUA)
+    if parts.scheme in ("postgresql", "postgres"):
+        _need("postgres", "PostgreSQL", "psycopg", "psycopg_pool")
+        query = urlencode(options, quote_via=quote)  # libpq takes no + for a space
+        open_postgres = partial(_open_postgres, f"{bare}?{query}" if query else bare, timeout)
+        return Address(shown, fingerprint, open_postgres, kinds)
+    raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
+
+
+def _fingerprint(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def _open_redis(url: str, name: str, timeout: float) -> Store:
+    from budgetguard_core.ledger.redis import RedisLedgerStore
+
+    return RedisLedgerStore(url, name=name, timeout=timeout)
+
+
+def _open_postgres(url: str, timeout: float) -> Store:
+    from budgetguard_core.ledger.postgres import PostgresLedgerStore
+
+    return PostgresLedgerStore(url, timeout=timeout)
+
+
+def _need(extra: str, what: str, *modules: str) -> None:
+    for module in modules:
+        if find_spec(module) is None:
+            raise ConfigurationError(
+                f"a ledger in {what} needs {module}, which is not installed. "
+                f'Install the extra from the checkout: pip install ".[{extra}]"'
+            )
+
+
+def _wrong(got: str) -> ConfigurationError:
+    # Not the URL itself: it may hold a password.
+    return ConfigurationError(
+        "a ledger's URL must begin with sqlite:///, redis://, rediss:// or postgresql://, "
+        f"got {got}. Use sqlite:///ledger.sqlite3 for a file."
+    )

@@ -33,21 +33,12 @@ class LedgerUnreachable(LedgerError):
         is_absent: Nothing answered: what `on_ledger_error="allow"` is about. A server that answers
             with an error, such as a replica that only reads, is not absent.
         was_sent: Whether the step may have reached the store.
-        windows: Those of the step: by the time that the error comes, another day may have begun.
     """
 
-    was_sent = True
-    windows: Sequence[Window] = ()
-
-    def __init__(self, message: str, *, is_absent: bool = True) -> None:
+    def __init__(self, message: str, *, is_absent: bool = True, was_sent: bool = True) -> None:
         super().__init__(message)
         self.is_absent = is_absent
-
-    def again(self) -> LedgerUnreachable:
-        """Return the same for another call that was not sent."""
-        error = LedgerUnreachable(str(self), is_absent=self.is_absent)
-        error.was_sent = False
-        return error
+        self.was_sent = was_sent
 
 
 class OtherWindows(LedgerError):
@@ -61,10 +52,8 @@ class LedgerChanged(LedgerUnreachable):
     `budgetguard ledger adopt` says that it is meant, whatever `on_ledger_error` says.
     """
 
-    was_sent = False
-
     def __init__(self, message: str) -> None:
-        super().__init__(message, is_absent=False)
+        super().__init__(message, is_absent=False, was_sent=False)
 
 
 class LedgerRefused(LedgerError):

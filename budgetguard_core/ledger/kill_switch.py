@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.windows import check_name, quoted
 
 _LONGEST_TEXT = 200
-_YEAR_10000 = 253_402_300_800.0
+_YEAR_10000 = 253_402_300_800
 
 
 class Kill(NamedTuple):
@@ -18,10 +19,10 @@ class Kill(NamedTuple):
 
     flag: str
     """`all`, `t:<tenant>` or `r:<run>`."""
-    who: str
-    when: float
+    who: str = ""
+    when: Annotated[float, Field(ge=0, lt=_YEAR_10000)] = 0.0
     """Seconds since the epoch, by the store's clock."""
-    why: str
+    why: str = ""
 
     @property
     def detail(self) -> str:
@@ -29,12 +30,15 @@ class Kill(NamedTuple):
         kind, _, name = self.flag.partition(":")
         what = {"t": f"tenant {quoted(name)}", "r": f"run {quoted(name)}"}.get(kind, "everything")
         when = dt.datetime.fromtimestamp(self.when, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        why = f": {self.why}" if self.why else ""
-        return f"{what} was killed by {self.who or 'nobody named'} at {when}{why}"
+        why = f": {plain(self.why)}" if self.why else ""
+        return f"{what} was killed by {plain(self.who) or 'nobody named'} at {when}{why}"
 
     def to_text(self) -> str:
-        """Return what the store keeps."""
-        return json.dumps({"who": self.who, "when": self.when, "why": self.why})
+        """Return the text that the store keeps."""
+        return _TEXT.dump_json(self).decode()
+
+
+_TEXT = TypeAdapter(Kill)
 
 
 def plain(text: str) -> str:
@@ -46,14 +50,9 @@ def plain(text: str) -> str:
 def kill_of(flag: str, text: str) -> Kill:
     """Read a kill switch; one that cannot be read is set all the same."""
     try:
-        found = json.loads(text)
-        facts = cast("dict[str, object]", found)
-        when = facts["when"]
-        # Seconds that no calendar has say nothing.
-        seconds = when if isinstance(when, int | float) and 0 <= when < _YEAR_10000 else 0.0
-        return Kill(flag, plain(str(facts["who"])), seconds, plain(str(facts["why"])))
-    except (ValueError, KeyError, TypeError):
-        return Kill(flag, "", 0.0, "")
+        return _TEXT.validate_json(text)._replace(flag=flag)
+    except ValidationError:
+        return Kill(flag)
 
 
 def flag_of(tenant: str | None, run: str | None, everything: bool) -> str:

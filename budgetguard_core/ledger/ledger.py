@@ -8,24 +8,30 @@ import threading
 import weakref
 from collections.abc import Callable
 from decimal import Decimal
-from functools import lru_cache, partial
+from functools import lru_cache
 from multiprocessing import parent_process, util
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import Amount, CeilingOptions, to_amount, to_ceilings, to_nano
+from budgetguard_core.ledger.amounts import (
+    Amount,
+    CeilingOptions,
+    to_amount,
+    to_ceilings,
+    to_nano,
+)
 from budgetguard_core.ledger.ceilings import Ceilings, TenantUsage, WindowUsage, usage_of
-from budgetguard_core.ledger.connection import Connection
+from budgetguard_core.ledger.connection import Connection, default_path, parse_url
 from budgetguard_core.ledger.errors import LedgerRefused, Warned
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
 from budgetguard_core.ledger.outbox import Outbox
-from budgetguard_core.ledger.reservation import Allowance, Reservation, Reservations
-from budgetguard_core.ledger.runs import Heartbeat, LedgerRun, Runs
+from budgetguard_core.ledger.reconcile import differences
+from budgetguard_core.ledger.reservation import Reservation, Reservations
+from budgetguard_core.ledger.runs import Heartbeat, LedgerRun
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import HoldRecord, Step, WindowRecord
-from budgetguard_core.ledger.url import default_path, parse_url
 from budgetguard_core.ledger.windows import (
     Account,
     Key,
@@ -118,42 +124,26 @@ class Ledger:
         self.url = address.shown
         self._clock = clock or SystemClock()
         self._kinds, self._largest = address.windows, address.largest_ceiling
-        self._defaults = self._checked(ceilings)
+        self._defaults = to_ceilings(ceilings, self._kinds, self._largest)
         self._time_zone = time_zone
         self._timeout = timeout
-        most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
-        self._allowance = Allowance(most) if on_ledger_error == "allow" else None
-        self._open = partial(
-            Connection, address.open, self._clock, timeout=timeout, is_server=address.is_server
+        self.connection = Connection(
+            address.open, self._clock, ledger_id or "", timeout, is_server=address.is_server
         )
-        self.connection = self._open(known=ledger_id or "")
         folder = Path(queue) if queue is not None else default_path().parent / "ledger-queue"
-        self._outbox = Outbox(folder / address.fingerprint)
+        most = Amount(to_nano(allow_usd), 0, _ALLOWED_CALLS, _ALLOWED_CALLS)
+        self._outbox = Outbox(folder / address.fingerprint, most)
         self._ceilings = Ceilings(self.connection, self._clock)
-        self._runs = Runs(
-            self.connection, self._outbox, self._ceilings, lambda: self._heartbeat.wake()
-        )
-        self._heartbeat = Heartbeat(self._runs.tick, self._runs.is_needed)
+        self._heartbeat = Heartbeat(self.connection, self._outbox, self._ceilings)
         self._reservations = Reservations(
             self.connection,
             self._outbox,
-            self._allowance,
+            allows=on_ledger_error == "allow",
             wake=self._heartbeat.wake,
-            warn=self._runs.warn,
+            warn=self._heartbeat.warn,
         )
         self._known_account = lru_cache(_TENANTS_AT_HAND)(self._new_account)
         _LEDGERS.add(self)
-
-    def _checked(self, options: CeilingOptions) -> dict[str, Amount]:
-        """Return ceilings for each kind of window that the ledger has."""
-        found = to_ceilings(options, self._largest)
-        for kind, ceiling in found.items():
-            if any(ceiling) and kind not in self._kinds:
-                raise ConfigurationError(
-                    "ceilings must be of the ledger's windows, got others: those of a run are for "
-                    "a URL with ?windows=run, and of a day and a month for any other. Use either."
-                )
-        return {kind: found[kind] for kind in self._kinds}
 
     def __repr__(self) -> str:
         return f"Ledger({self.url!r})"
@@ -228,9 +218,9 @@ class Ledger:
             ConfigurationError: An argument makes no sense.
         """
         account, name = self._account(tenant), check_name(run, "run")
-        attached = LedgerRun(self._runs, self._reservations, account, name, on_kill, on_warning)
-        attached.open()
-        return attached
+        made = LedgerRun(self._heartbeat, self._reservations, account, name, on_kill, on_warning)
+        made.open()
+        return made
 
     def require_ceiling(self, tenant: Tenant) -> None:
         """Refuse a run that no ceiling of its tenant would bound.
@@ -247,7 +237,7 @@ class Ledger:
         return self._known_account(known)
 
     def _new_account(self, tenant: Tenant) -> Account:
-        return Account(as_keys(tenant, self._time_zone), self._defaults, self._kinds)
+        return Account(as_keys(tenant, self._time_zone), self._defaults)
 
     # Ceilings and reports
 
@@ -262,7 +252,7 @@ class Ledger:
             ConfigurationError: A figure makes no sense, or is larger than the store can count.
         """
         key = "" if tenant is None else check_name(tenant, "tenant")
-        self._ceilings.store(key, self._checked(ceilings))
+        self._ceilings.store(key, to_ceilings(ceilings, self._kinds, self._largest))
 
     def clear_ceilings(self, tenant: str | None) -> None:
         """Return a tenant to the default; with None, remove the stored default.
@@ -349,9 +339,9 @@ class Ledger:
                 "check needs a ledger in SQLite, got a server, which checks its own files. "
                 "Use sqlite:///file."
             )
-        return self.connection.ask(
-            lambda store: store.check() if isinstance(store, SqliteLedgerStore) else []
-        )
+        store = cast("SqliteLedgerStore", self.connection.store())
+        windows, holds = self.connection.ask(lambda _: store.records())
+        return differences(windows, holds, self.now())
 
     def now(self) -> float:
         """Return the store's clock, in seconds since the epoch."""
@@ -363,11 +353,7 @@ class Ledger:
         Returns:
             Its id from now on.
         """
-        store = self._open()
-        try:
-            return store.ask(lambda one: one.adopt())
-        finally:
-            store.close()
+        return self.connection.adopt()
 
     # Kill switch
 
@@ -398,7 +384,6 @@ class Ledger:
         flag = flag_of(tenant, run, everything)
         kill = Kill(flag, plain(who), self.now(), plain(why))
         self.connection.ask(lambda store: store.write(f"f:{flag}", kill.to_text()))
-        self._heartbeat.hurry()
         return kill
 
     def revive(
@@ -411,7 +396,6 @@ class Ledger:
         """
         flag = flag_of(tenant, run, everything)
         self.connection.ask(lambda store: store.write(f"f:{flag}", None))
-        self._heartbeat.hurry()
 
     def kills(self) -> list[Kill]:
         """Return the kill switches that are set."""
@@ -420,7 +404,7 @@ class Ledger:
 
     def beat(self) -> None:
         """Do at once what the heartbeat does every half second."""
-        while self._runs.do():
+        while self._heartbeat.beat():
             pass
 
     # The end
@@ -431,8 +415,7 @@ class Ledger:
         What cannot be sent by then stays on the disk for the next process. The ledger can be used
         again.
         """
-        self._heartbeat.stop(2 * self._timeout)
-        self._runs.finish(2 * self._timeout)
+        self._heartbeat.finish(2 * self._timeout)
         self.connection.close()
 
     def __enter__(self) -> Ledger:
@@ -443,12 +426,9 @@ class Ledger:
 
     def forked(self) -> None:
         """Begin anew in a child process: connection and thread stay with the parent."""
-        self._runs.begin()
         self.connection.forked()
         self._outbox.forked()
         self._heartbeat.restart()
-        if self._allowance is not None:
-            self._allowance.begin()
 
 
 def _end_with_worker(_: object = None) -> None:

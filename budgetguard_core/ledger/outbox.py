@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -11,16 +10,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import LARGEST_STEP, Amount
+from budgetguard_core.ledger.amounts import LARGEST_STEP, ZERO, Amount
 from budgetguard_core.ledger.errors import LedgerError, LedgerUnreachable
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window, check_name
 
 _LOG = logging.getLogger("budgetguard")
+
+_Name = Annotated[str, AfterValidator(lambda name: check_name(name, "a name"))]
+_Figure = Annotated[int, Field(ge=0, le=LARGEST_STEP)]
+
+
+class _Report(BaseModel):
+    """A settlement on the disk, that every store can take."""
+
+    id: _Name
+    windows: Annotated[list[tuple[_Name, _Name]], Field(min_length=1)]
+    spent: Annotated[list[_Figure], Field(min_length=1, max_length=4)]
+    owner: Annotated[str, AfterValidator(lambda name: name and check_name(name, "a run"))] = ""
 
 
 class Outbox:
@@ -30,10 +43,13 @@ class Outbox:
 
     Args:
         folder: Where files are made when they are needed.
+        most: The amount that may be admitted while the store is absent; 0 in a dimension is no
+            limit.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most: Amount = ZERO) -> None:
         self._folder = folder
+        self._most = most
         self.forked()
 
     def forked(self) -> None:
@@ -43,6 +59,8 @@ class Outbox:
         self._waiting: dict[str, Step] = {}
         self._recorded: dict[str, Step] = {}
         """On the disk: the latest message of each hold."""
+        self._admitted: dict[str, Amount] = {}
+        """The amounts that were admitted without the store, which has not heard of them yet."""
 
     def __len__(self) -> int:
         """Return how many settlements wait."""
@@ -50,6 +68,26 @@ class Outbox:
 
     def _path(self, step: Step) -> Path:
         return self._folder / f"{self._own}-{sha256(step.id.encode()).hexdigest()[:32]}.json"
+
+    def admit(self, step: Step) -> bool:
+        """Write down a call that the store is not asked for; False where it is one too many.
+
+        Raises:
+            LedgerUnreachable: The disk does not take it.
+        """
+        with self._lock:
+            total = step.amount
+            for amount in self._admitted.values():
+                total = total.plus(amount)
+            if any(used > most for used, most in zip(total, self._most, strict=True) if most):
+                return False
+            self._admitted[step.id] = step.amount
+        try:
+            self.record(step)
+        except LedgerUnreachable:
+            del self._admitted[step.id]
+            raise
+        return True
 
     def record(self, step: Step, *, synced: bool = True) -> None:
         """Write down what is to be charged if this process dies before it is sent.
@@ -61,13 +99,15 @@ class Outbox:
         Raises:
             LedgerUnreachable: The disk does not take it.
         """
+        windows = [(window.key, window.label) for window in step.windows]
+        report = _Report(id=step.id, windows=windows, spent=[*step.amount], owner=step.owner)
         path = self._path(step)
         part = path.with_suffix(".part")
         try:
             with self._lock:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with part.open("w", encoding="utf-8") as file:
-                    file.write(_to_text(step))
+                    file.write(report.model_dump_json())
                     if synced:
                         file.flush()
                         os.fsync(file.fileno())
@@ -83,6 +123,8 @@ class Outbox:
         """Send a settlement as soon as the store answers; it is kept in memory until then."""
         with self._lock:
             self._waiting[step.id] = step
+            if step.id in self._admitted:
+                self._admitted[step.id] = self._admitted[step.id].larger(step.amount)
 
     def save(self) -> None:
         """Write down what waits, so that a kill loses nothing of it.
@@ -110,6 +152,7 @@ class Outbox:
             with self._lock:
                 if self._waiting.get(step.id) is step:
                     del self._waiting[step.id]
+                    self._admitted.pop(step.id, None)
                     if self._recorded.pop(step.id, None) is not None:
                         with suppress(OSError):
                             self._path(step).unlink()
@@ -128,13 +171,15 @@ class Outbox:
                 continue
             with suppress(OSError):  # it is not ours to open, or was sent just now
                 try:
-                    step = _to_step(path.read_text("utf-8"))
-                except (ValueError, KeyError, TypeError, ConfigurationError):
+                    report = _Report.model_validate_json(path.read_bytes())
+                except (ValidationError, ConfigurationError):
                     _LOG.warning("ledger: %s is a report that no store can count", path)
                     path.rename(path.with_suffix(".rejected"))
-                else:
-                    _send(send, step)
-                    path.unlink()
+                    continue
+                windows = tuple(Window(*pair, 0.0, 0.0) for pair in report.windows)
+                spent = Amount(*report.spent)
+                _send(send, Step("settle", report.id, windows, spent, owner=report.owner))
+                path.unlink()
 
 
 def _send(send: Callable[[Step], object], step: Step) -> None:
@@ -144,27 +189,3 @@ def _send(send: Callable[[Step], object], step: Step) -> None:
         raise
     except LedgerError as error:
         _LOG.warning("ledger: a report was not taken: %s", error)
-
-
-def _to_text(step: Step) -> str:
-    windows = [window[:2] for window in step.windows]
-    record = {"id": step.id, "windows": windows, "spent": step.amount, "owner": step.owner}
-    return json.dumps(record)
-
-
-def _to_step(text: str) -> Step:
-    """Read a settlement that every store can take.
-
-    Raises:
-        ValueError: It is none. So do KeyError, TypeError and ConfigurationError say.
-    """
-    record: dict[str, Any] = json.loads(text)
-    spent = Amount(*map(int, record["spent"]))
-    windows = tuple(
-        Window(check_name(key, "a key"), check_name(label, "a label"), 0.0, 0.0)
-        for key, label in record["windows"]
-    )
-    owner = record["owner"] and check_name(record["owner"], "a run")
-    if not windows or not all(0 <= figure <= LARGEST_STEP for figure in spent):
-        raise ValueError
-    return Step("settle", check_name(record["id"], "an id"), windows, spent, owner=owner)

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar, cast
 
 from budgetguard_core.clock import SystemClock
-from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.step import (
-    SEPARATOR,
-    Answer,
-    HoldRecord,
-    Identity,
-    Status,
-    Step,
-    WindowRecord,
-    lines_of,
-    pairs_of,
-)
+from budgetguard_core.ledger.sql import SqlStore
+from budgetguard_core.ledger.step import SEPARATOR, Answer, Status, Step, lines_of
 
 _R = TypeVar("_R")
 
@@ -31,16 +20,14 @@ _FORMAT = "1"
 # Of the advisory lock under which the schema is made: IF NOT EXISTS alone races in the catalogues.
 _MIGRATION = 7305803
 _RESERVE = (
-    "SELECT * FROM bg_reserve_v1(%s, %s::bigint[], %s::float8, %s, %s, %s, %s, %s::float8, "
-    "%s::float8, %s::bigint[], %s, %s::bigint, %s, %s)"
+    "SELECT * FROM bg_reserve_v1(%s, %s::bigint[], %s, %s, %s::bigint, %s, %s::float8, %s, %s, "
+    "%s::float8, %s::float8, %s::bigint[])"
 )
-_SETTLE = "SELECT * FROM bg_settle_v1(%s, %s::bigint[], %s, %s, %s, %s::bigint, %s, %s)"
+_SETTLE = "SELECT * FROM bg_settle_v1(%s, %s::bigint[], %s, %s, %s::bigint, %s)"
 _FORGET = (
-    "DELETE FROM bg_holds WHERE id IN (SELECT id FROM bg_holds WHERE closed "
-    "AND expires < clock_timestamp() LIMIT 2000 FOR UPDATE SKIP LOCKED)"
+    "DELETE FROM bg_holds WHERE id IN (SELECT id FROM bg_holds WHERE closed AND expires < "
+    "extract(epoch FROM clock_timestamp()) LIMIT 2000 FOR UPDATE SKIP LOCKED)"
 )
-_WINDOW = "SELECT key, label, charged, spent, ceiling FROM bg_windows"
-_NOTE = "INSERT INTO bg_notes VALUES(%s, %s) ON CONFLICT(name) DO UPDATE SET text = excluded.text"
 _REFUSALS: dict[str, Status] = {
     "BG001": "refused",
     "BG002": "clock",
@@ -53,9 +40,10 @@ _IDLE_SECONDS = 30.0
 _LEAST_CONNECT_SECONDS = 2  # libpq's own
 _READ_ONLY = "25006"
 _ABSENT = ("08", "57", "55P03", "53300")  # no connection, stopped or timed out, a lock, too many
+_POOL = "budgetguard"
 
 
-class PostgresLedgerStore:
+class PostgresLedgerStore(SqlStore):
     """A `Store` in PostgreSQL 12 or later.
 
     Args:
@@ -63,7 +51,6 @@ class PostgresLedgerStore:
         timeout: Seconds until a step gives up.
 
     Raises:
-        ConfigurationError: The data base is not UTF-8.
         LedgerUnreachable: The server does not answer.
     """
 
@@ -73,18 +60,23 @@ class PostgresLedgerStore:
 
         self._psycopg: Any = psycopg
         self._pools: Any = psycopg_pool
-        logging.getLogger("psycopg.pool").addFilter(_without_arguments)
+        # What the pool says of errors may quote the URL.
+        logging.getLogger("psycopg.pool").addFilter(lambda one: _POOL not in one.getMessage())
         self._url = url
         self._timeout = timeout
         # A little more: the server's own time-outs come first.
         self._class = _bounded(psycopg.Connection, timeout / 2 + 0.1)
+        self._options = {
+            "autocommit": True,
+            "connect_timeout": max(_LEAST_CONNECT_SECONDS, int(timeout)),
+            "application_name": "budgetguard",
+            "client_encoding": "utf8",  # whatever the URL or the environment says
+        }
         self._steps = 0
         self._inherited: list[Any] = []
         self._lock = threading.Lock()
         self._pool: Any = None
         self._connections()
-
-    # Connections
 
     def _connections(self) -> Any:
         with self._lock:
@@ -95,15 +87,15 @@ class PostgresLedgerStore:
     def _open(self) -> Any:
         # The pool would only say that it could not connect.
         try:
-            with self._class.connect(self._url, **self._options()) as db:
+            with self._class.connect(self._url, **self._options) as db:
                 self._set_up(db)
                 self._migrate(db)
         except self._psycopg.Error as error:
-            raise self._unreachable(error) from None
+            raise _unreachable(error) from None
         return self._pools.ConnectionPool(
             self._url,
             connection_class=self._class,
-            kwargs=self._options(),
+            kwargs=self._options,
             configure=self._set_up,
             min_size=0,
             max_size=_CONNECTIONS,
@@ -111,16 +103,9 @@ class PostgresLedgerStore:
             timeout=self._timeout,
             reconnect_timeout=self._timeout,
             num_workers=2,
+            name=_POOL,
             open=True,
         )
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "autocommit": True,
-            "connect_timeout": max(_LEAST_CONNECT_SECONDS, int(self._timeout)),
-            "application_name": "budgetguard",
-            "client_encoding": "utf8",  # whatever the URL or the environment says
-        }
 
     def _set_up(self, db: Any) -> None:
         milliseconds = max(1, int(self._timeout * 500))
@@ -133,12 +118,6 @@ class PostgresLedgerStore:
         )
 
     def _migrate(self, db: Any) -> None:
-        encoding = db.info.parameter_status("server_encoding")
-        if encoding != "UTF8":
-            raise ConfigurationError(
-                f"a ledger's data base must have the encoding UTF8, got {encoding}. "
-                "Make one with ENCODING 'UTF8'."
-            )
         if _format(db) is None:
             db.execute("SET lock_timeout = 0; SET statement_timeout = 0")
             db.execute("SELECT pg_advisory_lock(%s)", (_MIGRATION,))  # until this connection ends
@@ -161,64 +140,39 @@ class PostgresLedgerStore:
         A server was restarted or has become a replica, or something between has dropped what was
         idle: only the next statement tells. All of it counts once, however often it is sent.
         """
+        pool = self._connections()
         try:
             try:
-                return self._try(work)
+                with pool.connection() as db:
+                    return work(db)
             except (self._psycopg.OperationalError, self._psycopg.InternalError) as error:
-                if error.sqlstate is not None and not (
-                    error.sqlstate == _READ_ONLY or error.sqlstate.startswith(("57P", "08"))
-                ):
+                state = error.sqlstate or _READ_ONLY
+                if state != _READ_ONLY and not state.startswith(("57P", "08")):
                     raise
-            self._connections().drain()
-            return self._try(work)
+            pool.drain()
+            with pool.connection() as db:
+                return work(db)
         except self._psycopg.Error as error:
-            raise self._unreachable(error) from None
-
-    def _try(self, work: Callable[[Any], _R]) -> _R:
-        pool = self._connections()
-        db = pool.getconn()
-        try:
-            return work(db)
-        except BaseException as error:
-            if getattr(error, "sqlstate", None) == _READ_ONLY:
-                db.close()
-            raise
-        finally:
-            pool.putconn(db)
-
-    def _unreachable(self, error: Any) -> LedgerUnreachable:
-        state = error.sqlstate or ""
-        code = f" {state}" if state else ""
-        # Never the text: it may hold the URL, and with it the password.
-        return LedgerUnreachable(
-            f"the ledger's PostgreSQL must answer in time, got {type(error).__name__}{code}. "
-            "Check that it runs and can be reached.",
-            is_absent=not state or state.startswith(_ABSENT),
-        )
-
-    # The step
+            raise _unreachable(error) from None
 
     def step(self, step: Step) -> Answer:
         """Apply a step once, in one statement."""
         windows = step.windows
-        keys = SEPARATOR.join([window.key for window in windows])
-        labels = SEPARATOR.join([window.label for window in windows])
-        known = (step.ledger, str(step.sequence), step.owner, lines_of(windows))
+        arguments: tuple[str, ...] = (
+            *(step.id, _array(step.amount), lines_of(windows)),
+            *(step.ledger, str(step.sequence), step.owner),
+        )
         if step.verb == "settle":
-            statement = _SETTLE
-            arguments: tuple[str, ...] = (step.id, _array(step.amount), keys, labels, *known)
-        else:
-            statement = _RESERVE
-            arguments = (
-                *(step.id, _array(step.amount), repr(step.ttl)),
-                *(SEPARATOR.join([f"f:{flag}" for flag in step.flags]), keys, labels),
-                SEPARATOR.join([window.oldest for window in windows]),
-                repr(max([window.start for window in windows])),
-                repr(min([window.end for window in windows])),
-                _array([figure for window in windows for figure in window.ceiling]),
-                *known,
-            )
-        return self._ask(lambda db: self._step(db, statement, arguments))
+            return self._ask(lambda db: self._step(db, _SETTLE, arguments))
+        arguments += (
+            repr(step.ttl),
+            SEPARATOR.join([f"f:{flag}" for flag in step.flags]),
+            SEPARATOR.join([window.oldest for window in windows]),
+            repr(max([window.start for window in windows])),
+            repr(min([window.end for window in windows])),
+            _array([figure for window in windows for figure in window.ceiling]),
+        )
+        return self._ask(lambda db: self._step(db, _RESERVE, arguments))
 
     def _step(self, db: Any, statement: str, arguments: Sequence[Any]) -> Answer:
         self._steps += 1
@@ -236,67 +190,18 @@ class PostgresLedgerStore:
             return Answer(refused, detail=text)
         return Answer(status, Amount(*amount), now=now, warn=warn, sequence=number)
 
-    # Identity, notes, ceilings, reports
+    def all(self, statement: str, *arguments: Any) -> list[Any]:
+        """Return the rows of one statement."""
 
-    def _all(self, statement: str, *arguments: Any) -> list[tuple[Any, ...]]:
-        rows = self._ask(lambda db: db.execute(statement, arguments).fetchall())
-        return cast("list[tuple[Any, ...]]", rows)
+        def work(db: Any) -> list[Any]:
+            done = db.execute(statement.replace("?", "%s"), arguments)
+            return cast("list[Any]", done.fetchall() if done.description else [])
 
-    def _do(self, statement: str, *arguments: Any) -> None:
-        self._ask(lambda db: db.execute(statement, arguments))
+        return self._ask(work)
 
     def now(self) -> float:
         """Return the server's clock."""
-        return float(self._all("SELECT extract(epoch FROM clock_timestamp())")[0][0])
-
-    def identity(self) -> Identity:
-        """Return which ledger it is; made at first use."""
-        made = uuid.uuid4().hex
-        self._do("INSERT INTO bg_notes VALUES('id', %s) ON CONFLICT DO NOTHING", made)
-        ((found, adopted, number),) = self._all(
-            "SELECT a.text, b.text, (SELECT last_value FROM bg_sequence) FROM bg_notes a "
-            "LEFT JOIN bg_notes b ON b.name = 'adopted' WHERE a.name = 'id'"
-        )
-        return Identity(found, float(adopted or 0), number)
-
-    def adopt(self) -> str:
-        """Accept the ledger as it is under a new id, also for processes that know another one."""
-        made = uuid.uuid4().hex
-        self.write("adopted", repr(self.now()))
-        self.write("id", made)
-        return made
-
-    def notes(self, prefix: str) -> dict[str, str]:
-        """Return the notes whose name begins so."""
-        end = prefix + "\U0010ffff"
-        statement = "SELECT name, text FROM bg_notes WHERE name >= %s AND name < %s"
-        return dict(self._all(statement, prefix, end))
-
-    def write(self, name: str, text: str | None) -> None:
-        """Set a note, or take it away."""
-        if text is None:
-            self._do("DELETE FROM bg_notes WHERE name = %s", name)
-        else:
-            self._do(_NOTE, name, text)
-
-    def windows(self, key: str = "") -> list[WindowRecord]:
-        """Return every window, or those of one key."""
-        of_one = "key = %s ORDER BY label" if key else "%s = '' ORDER BY key, label"
-        return [
-            WindowRecord(name, label, *[Amount(*vector) for vector in vectors])
-            for name, label, *vectors in self._all(f"{_WINDOW} WHERE {of_one}", key)
-        ]
-
-    def holds(self) -> list[HoldRecord]:
-        """Return every hold of the last day, and all that are open."""
-        rows = self._all(
-            "SELECT id, owner, amount, closed, extract(epoch FROM made)::float8, "
-            "extract(epoch FROM expires)::float8, windows FROM bg_holds ORDER BY made"
-        )
-        return [
-            HoldRecord(name, owner, Amount(*amount), closed, made, expires, pairs_of(windows))
-            for name, owner, amount, closed, made, expires, windows in rows
-        ]
+        return float(self.all("SELECT extract(epoch FROM clock_timestamp())")[0][0])
 
     def forked(self) -> None:
         """Leave the connections to the parent process; called in a forked child."""
@@ -313,11 +218,15 @@ class PostgresLedgerStore:
             pool.close(timeout=self._timeout)
 
 
-def _without_arguments(record: logging.LogRecord) -> bool:
-    """Keep what psycopg's pool logs of errors, which may quote the URL, out of the logs."""
-    record.args = tuple(type(one).__name__ for one in record.args or ())
-    record.exc_info = None
-    return record.levelno < logging.WARNING
+def _unreachable(error: Any) -> LedgerUnreachable:
+    state = error.sqlstate or ""
+    code = f" {state}" if state else ""
+    # Never the text: it may hold the URL, and with it the password.
+    return LedgerUnreachable(
+        f"the ledger's PostgreSQL must answer in time, got {type(error).__name__}{code}. "
+        "Check that it runs and can be reached.",
+        is_absent=not state or state.startswith(_ABSENT),
+    )
 
 
 def _bounded(connection: Any, seconds: float) -> Any:
@@ -328,23 +237,21 @@ def _bounded(connection: Any, seconds: float) -> Any:
     """
 
     def wait(self: Any, gen: Any, *args: Any, **options: Any) -> Any:
-        deadline = SystemClock.monotonic_ns() + int(seconds * 1e9)
-        return connection.wait(self, _until(gen, deadline, self.pgconn.finish), *args, **options)
+        return connection.wait(self, _until(gen, seconds, self.pgconn), *args, **options)
 
     return type("Bounded", (connection,), {"wait": wait})
 
 
-def _until(
-    gen: Generator[Any, Any, _R], deadline: int, give_up: Callable[[], object]
-) -> Generator[Any, Any, _R]:
+def _until(gen: Generator[Any, Any, _R], seconds: float, pgconn: Any) -> Generator[Any, Any, _R]:
     from psycopg import OperationalError
 
+    deadline = SystemClock.monotonic_ns() + seconds * 1e9
     try:
         state = next(gen)
         while True:
             ready = yield state
             if not ready and SystemClock.monotonic_ns() > deadline:
-                give_up()
+                pgconn.finish()
                 raise OperationalError("nothing came in time")
             state = gen.send(ready)
     except StopIteration as end:

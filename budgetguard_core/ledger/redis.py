@@ -163,12 +163,6 @@ class RedisLedgerStore:
         found, adopted, sequence = self._call("HMGET", self._conf, "id", "adopted", "sequence")
         return Identity(found.decode(), float(adopted or 0), int(sequence or 0))
 
-    def adopt(self) -> str:
-        """Accept the ledger as it is under a new id, also for processes that know another one."""
-        made = uuid.uuid4().hex
-        self._call("HSET", self._conf, "id", made, "adopted", repr(self.now()))
-        return made
-
     def notes(self, prefix: str) -> dict[str, str]:
         """Return the notes whose name begins so."""
         # The switches alone have a hash: every process reads all of them, twice a second.
@@ -193,8 +187,8 @@ class RedisLedgerStore:
             rows = self._call("HGETALL", f"{self._prefix}:w:{name}")
             for label, row in rows.items():
                 figures = [*map(int, row.split())]
-                amounts = (Amount(*figures[place : place + 4]) for place in (0, 4, 8))
-                found.append(WindowRecord(name, label.decode(), *amounts))
+                vectors = Amount(*figures[:4]), Amount(*figures[4:8]), Amount(*figures[8:12])
+                found.append(WindowRecord(name, label.decode(), *vectors))
         return sorted(found)
 
     def holds(self) -> list[HoldRecord]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -18,41 +17,10 @@ from budgetguard_core.ledger.errors import (
     refusal_of,
 )
 from budgetguard_core.ledger.outbox import Outbox
-from budgetguard_core.ledger.step import Step, new_id
+from budgetguard_core.ledger.step import Answer, Step, new_id
 from budgetguard_core.ledger.windows import Account, Window
 
-_HOW = " (on_ledger_error is refuse)"
-
-
-class Allowance:
-    """The amount that this process may admit from its store's last answer to the next.
-
-    Args:
-        most: In all; 0 in a dimension is no limit.
-    """
-
-    def __init__(self, most: Amount) -> None:
-        self._most = most
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin anew: the store knows what was taken, or this is a child process."""
-        self._lock = threading.Lock()
-        self._taken = ZERO
-
-    def take(self, amount: Amount) -> bool:
-        """Take an amount, if all of it fits."""
-        with self._lock:
-            taken = self._taken.plus(amount)
-            if any(used > most for used, most in zip(taken, self._most, strict=True) if most):
-                return False
-            self._taken = taken
-            return True
-
-    def count(self, amount: Amount) -> None:
-        """Count what a call used beyond what it had taken."""
-        with self._lock:
-            self._taken = self._taken.plus(amount)
+_ATTEMPTS = 3
 
 
 class Reservation:
@@ -61,24 +29,15 @@ class Reservation:
     A reservation that is never settled or released stays charged in full.
     """
 
-    __slots__ = ("_desk", "amount", "id", "is_local", "owner", "windows")
+    __slots__ = ("_maker", "amount", "id", "is_local", "owner", "windows")
 
-    def __init__(
-        self,
-        desk: Reservations,
-        name: str,
-        windows: Sequence[Window],
-        amount: Amount,
-        owner: str = "",
-        *,
-        is_local: bool = False,
-    ) -> None:
-        self._desk = desk
+    def __init__(self, maker: Reservations, name: str, amount: Amount, owner: str) -> None:
+        self._maker = maker
         self.id = name
-        self.windows = windows
         self.amount = amount
         self.owner = owner
-        self.is_local = is_local
+        self.windows: Sequence[Window] = ()
+        self.is_local = False
         """Recorded on the disk, because the store could not be reached."""
 
     def settlement(self, spent: Amount) -> Step:
@@ -95,11 +54,11 @@ class Reservation:
             ConfigurationError: A figure makes no sense.
             LedgerError: The store holds this reservation in other windows.
         """
-        self._desk.settle_now(self, to_amount(usd, tokens, *self.amount[2:]))
+        self._maker.settle_now(self, to_amount(usd, tokens, *self.amount[2:]))
 
     def release(self) -> None:
         """Charge nothing: the call was not made."""
-        self._desk.settle_now(self, ZERO)
+        self._maker.settle_now(self, ZERO)
 
 
 class Reservations:
@@ -108,7 +67,7 @@ class Reservations:
     Args:
         connection: To the store.
         outbox: For what could not be sent.
-        allowance: What may be admitted when the store is absent, to be charged later; None refuses.
+        allows: Whether a call is admitted when the store is absent, to be charged later.
         wake: Called when there is something to send.
         warn: Called after a trip that brought some windows to 80 %, outside of every lock.
     """
@@ -117,14 +76,14 @@ class Reservations:
         self,
         connection: Connection,
         outbox: Outbox,
-        allowance: Allowance | None,
         *,
+        allows: bool,
         wake: Callable[[], object],
         warn: Callable[[Sequence[Window]], object],
     ) -> None:
         self._connection = connection
         self._outbox = outbox
-        self._allowance = allowance
+        self._allows = allows
         self._wake = wake
         self._warn = warn
         self._exceeded = False
@@ -141,107 +100,101 @@ class Reservations:
         if self._exceeded:
             self._exceeded = False
             self.deliver()
-        made = name or new_id()
-        flags = tuple(sorted((*account.flags, f"r:{run}"))) if run else account.flags
+        made = Reservation(self, name or new_id(), amount, run)
         try:
-            answer, windows = self._connection.take(
-                account, lambda windows: Step("reserve", made, windows, amount, flags, run)
-            )
+            answer = self._ask(account, made)
         except OtherWindows:
             raise ConfigurationError(
-                "reservation_id must name one reservation, got one of another tenant's or day's. "
+                "reservation_id must name one reservation, got one of another tenant or day. "
                 "Use another name for another call."
             ) from None
         except LedgerUnreachable as error:
-            # By now another day may have begun.
-            windows = error.windows or account.windows(self._connection.now())
-            if self._allowance is not None and error.is_absent:
-                local = Reservation(self, made, windows, amount, run, is_local=True)
-                return self._allow(self._allowance, local, error)
+            if error.is_absent and self._allows:
+                return self._allow(made, error)
+            # Never one under a name of the caller's: a retry may be under way, here or elsewhere.
             if error.was_sent and name is None:
-                self._take_back(Reservation(self, made, windows, amount, run))
-            return LedgerRefused(ABORTED, f"{error}{_HOW if error.is_absent else ''}")
+                self._send_later(made.settlement(ZERO))
+            how = " (on_ledger_error is refuse)" if error.is_absent else ""
+            return LedgerRefused(ABORTED, f"{error}{how}")
         except BudgetGuardError:
             raise
         except BaseException:  # a signal's handler; the store may have taken it
-            if name is None:
-                windows = account.windows(self._connection.now())
-                self._take_back(Reservation(self, made, windows, amount, run))
+            if name is None and made.windows:
+                self._send_later(made.settlement(ZERO))
             raise
         if answer.status != "ok":
-            return refusal_of(answer, windows)
+            return refusal_of(answer, made.windows)
         if amount.exceeds(answer.amount):
             raise ConfigurationError(
                 "reservation_id must name one reservation, got one that was made of "
                 f"${to_dollars(answer.amount.usd)} and {answer.amount.tokens} tokens for more. "
                 "Use another name for another call."
             )
-        if self._allowance is not None and not len(self._outbox):
-            self._allowance.begin()
         if answer.warn:
-            self._warn([one for place, one in enumerate(windows) if answer.warn >> place & 1])
-        return Reservation(self, made, windows, amount, run)
+            self._warn([one for place, one in enumerate(made.windows) if answer.warn >> place & 1])
+        return made
 
-    def _take_back(self, reservation: Reservation) -> None:
-        """Close a reservation at nothing, also before it arrives.
+    def _ask(self, account: Account, made: Reservation) -> Answer:
+        """Ask for a reservation in the windows of now.
 
-        Never one under a name of the caller's: a retry under it may be under way, here or in
-        another process.
+        Ours is a guess, the store's clock decides: one more trip at an edge, none otherwise.
         """
-        self._outbox.add(reservation.settlement(ZERO))
-        self._wake()
+        flags = account.flags
+        if made.owner:
+            flags = tuple(sorted((*flags, f"r:{made.owner}")))
+        for _ in range(_ATTEMPTS):
+            made.windows = account.windows(self._connection.now())
+            step = Step("reserve", made.id, made.windows, made.amount, flags, made.owner)
+            answer = self._connection.send(step)
+            if answer.status != "clock":
+                return answer
+        raise LedgerUnreachable(
+            f"the store's clock must stand still for a moment, got {_ATTEMPTS} times outside of "
+            "its windows. Check the clocks."
+        )
 
-    def _allow(
-        self, allowance: Allowance, local: Reservation, error: Exception
-    ) -> Reservation | LedgerRefused:
-        if not allowance.take(local.amount):
-            return LedgerRefused(
-                ABORTED, f"{error} What is allowed without it is used up (allow_usd)."
-            )
+    def _allow(self, made: Reservation, error: LedgerUnreachable) -> Reservation | LedgerRefused:
+        made.is_local = True
         try:
-            self._outbox.record(local.settlement(local.amount))
+            if self._outbox.admit(made.settlement(made.amount)):
+                return made
+            why = "What is allowed without it is used up (allow_usd)."
         except LedgerUnreachable as full:
-            allowance.count(ZERO.minus(local.amount))
-            return LedgerRefused(ABORTED, f"{error} {full}")
-        return local
+            why = str(full)
+        return LedgerRefused(ABORTED, f"{error} {why}")
 
-    def settle(self, reservation: Reservation, spent: Amount) -> None:
+    def settle(self, made: Reservation, spent: Amount) -> None:
         """Settle it in the thread that talks to the store.
 
         Should the process be killed before, the reservation stays charged. What was used beyond it
         is written to the disk first.
         """
-        step = reservation.settlement(spent)
-        if spent.exceeds(reservation.amount):
+        step = made.settlement(spent)
+        if spent.exceeds(made.amount):
             self._exceeded = True
             with suppress(LedgerUnreachable):
                 self._outbox.record(step, synced=False)
-        self._count_beyond(reservation, spent)
-        self._outbox.add(step)
-        self._wake()
+        self._send_later(step)
 
-    def settle_now(self, reservation: Reservation, spent: Amount) -> None:
+    def settle_now(self, made: Reservation, spent: Amount) -> None:
         """Settle with one trip; later, where the store does not answer."""
-        step = reservation.settlement(spent)
-        self._count_beyond(reservation, spent)
-        if reservation.is_local:
+        step = made.settlement(spent)
+        if made.is_local:
             self._outbox.add(step)
             return
         try:
             self._connection.send(step)
         except LedgerUnreachable:
-            self._outbox.add(step)
+            self._send_later(step)
             self._outbox.save()
-            self._wake()
-
-    def _count_beyond(self, reservation: Reservation, spent: Amount) -> None:
-        if reservation.is_local and self._allowance is not None:
-            self._allowance.count(spent.larger(reservation.amount).minus(reservation.amount))
 
     def report(self, account: Account, spent: Amount, run: str) -> None:
         """Charge what nothing was reserved for, as soon as the store answers."""
         windows = account.windows(self._connection.now())
-        self._outbox.add(Step("settle", new_id(), windows, spent, owner=run))
+        self._send_later(Step("settle", new_id(), windows, spent, owner=run))
+
+    def _send_later(self, step: Step) -> None:
+        self._outbox.add(step)
         self._wake()
 
     def deliver(self) -> bool:

@@ -40,17 +40,17 @@ class LedgerRun:
 
     def __init__(
         self,
-        runs: Runs,
+        heartbeat: Heartbeat,
         reservations: Reservations,
         account: Account,
         run: str,
         on_kill: Callable[[str], object],
         on_warning: Callable[[Warned], object],
     ) -> None:
-        self._runs = runs
+        self._heartbeat = heartbeat
         self._reservations = reservations
         self.account = account
-        self.payer = (id(runs), account.names)
+        self.payer = (id(heartbeat), account.names)
         """The same for all runs that are charged to the same keys."""
         self.run = run
         self.on_kill = on_kill
@@ -68,7 +68,7 @@ class LedgerRun:
     def caps(self) -> Amount:
         """Return the ceilings that hold for the run, 0 for none; a trip at most once a second."""
         caps = ZERO
-        for ceiling in self._runs.ceilings.of(self.account):
+        for ceiling in self._heartbeat.ceilings.of(self.account):
             caps = caps.larger(ceiling)
         return caps
 
@@ -78,48 +78,39 @@ class LedgerRun:
 
     def open(self) -> None:
         """Look after a run that begins, or goes on after its end, its ledger's or a fork."""
-        self._runs.add(self)
+        self._heartbeat.add(self)
 
     def close(self) -> None:
         """End the run; what it reserved can still be settled."""
-        self._runs.remove(self)
+        self._heartbeat.remove(self)
 
 
-class Runs:
-    """The runs of this process that go on, and what is asked and told about them twice a second.
+class Heartbeat:
+    """Looks after the runs of this process that go on, and sends what waits, twice a second.
 
-    Args:
-        connection: To the store.
-        outbox: What is to be sent.
-        ceilings: What may hold for a run.
-        wake: Called when there is something to do for the heartbeat.
+    Its thread lives while there are runs or settlements.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        outbox: Outbox,
-        ceilings: Ceilings,
-        wake: Callable[[], object],
-    ) -> None:
+    def __init__(self, connection: Connection, outbox: Outbox, ceilings: Ceilings) -> None:
         self.ceilings = ceilings
         self._connection = connection
         self._outbox = outbox
-        self._wake = wake
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Begin anew in a child process. A guard that crossed the fork goes on asking."""
         self._lock = threading.Lock()
         self._runs = weakref.WeakSet[LedgerRun]()
-        self._orphans_sent = False
+        self._event = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = self._orphans_sent = False
 
     def add(self, run: LedgerRun) -> None:
         """Look after a run from now on."""
         if run not in self._runs:
             with self._lock:
                 self._runs.add(run)
-            self._wake()
+            self.wake()
 
     def remove(self, run: LedgerRun) -> None:
         """Look after a run no longer: it has ended."""
@@ -131,14 +122,57 @@ class Runs:
         with self._lock:
             return list(self._runs)
 
-    def is_needed(self) -> bool:
-        """Return whether there are runs to look after, or settlements to send."""
-        return bool(self._runs or len(self._outbox))
+    # The thread
+
+    def wake(self) -> None:
+        """Request a beat soon; starts the thread where there is none."""
+        self._event.set()
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._is_stopped:
+                    self._thread = threading.Thread(
+                        target=self._run, name="budgetguard-ledger", daemon=True
+                    )
+                    self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._event.wait(BEAT_SECONDS)
+            self._event.clear()
+            if not self._is_stopped and self.tick():
+                self._event.set()
+            with self._lock:
+                is_needed = self._runs or len(self._outbox) or self._event.is_set()
+                if self._is_stopped or not is_needed:
+                    self._thread = None
+                    return
+
+    def finish(self, seconds: float) -> None:
+        """End the thread and look after no run; send what waits, and write the rest down.
+
+        Args:
+            seconds: To wait for the beat under way, and again for sending. A run that goes on all
+                the same says so by opening itself.
+        """
+        with self._lock:
+            self._is_stopped = True
+            self._runs.clear()
+            thread = self._thread
+        self._event.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+        with self._lock:
+            self._is_stopped = False
+        try:
+            self._outbox.deliver(self._connection.send, seconds)
+        except LedgerUnreachable as error:
+            _LOG.info("ledger: %s", error)
+        self._save()
 
     def tick(self) -> bool:
-        """Do what is due, of which nothing fails; return whether there is more to come at once."""
+        """Make a beat, of which nothing fails; return whether the next one is due at once."""
         try:
-            return self.do()
+            return self.beat()
         except LedgerUnreachable as error:
             _LOG.info("ledger: %s", error)
             self._save()
@@ -147,14 +181,14 @@ class Runs:
             _LOG.warning("ledger: the heartbeat failed: %s", type(error).__name__)
         return False
 
-    def do(self) -> bool:
+    def beat(self) -> bool:
         """Do what is due; return whether more is to be sent than there was time for."""
         runs = self.all()
         if runs:  # those that are set, and so none where thousands of tenants live in peace
-            flags = self._connection.ask(lambda store: store.notes("f:"))
-            for run in runs if flags else ():
+            kills = self._connection.ask(lambda store: store.notes("f:"))
+            for run in runs if kills else ():
                 for flag in (*run.account.flags, f"r:{run.run}"):
-                    if (text := flags.get(f"f:{flag}")) is not None:
+                    if (text := kills.get(f"f:{flag}")) is not None:
                         _call(run.on_kill, kill_of(flag, text).detail)
                         break
         if not self._outbox.deliver(self._connection.send, _DELIVERY_SECONDS):
@@ -164,24 +198,13 @@ class Runs:
             self._orphans_sent = True
         return False
 
-    def finish(self, seconds: float) -> None:
-        """Look after no run, and send what waits for so long; the rest is written down.
-
-        A run that goes on all the same says so by opening itself.
-        """
-        with self._lock:
-            self._runs.clear()
-        try:
-            self._outbox.deliver(self._connection.send, seconds)
-        except LedgerUnreachable as error:
-            _LOG.info("ledger: %s", error)
-        self._save()
-
     def _save(self) -> None:
         try:
             self._outbox.save()
         except LedgerUnreachable as full:
             _LOG.warning("ledger: %s", full)
+
+    # Warnings
 
     def warn(self, windows: Sequence[Window]) -> None:
         """Notify the runs that are charged in windows which reached 80 % of a ceiling."""
@@ -196,24 +219,18 @@ class Runs:
                 _call(run.on_warning, warned)
 
     def _warned(self, window: Window) -> Warned:
-        """Return a warning with the figures of the first dimension that is near its ceiling."""
-        dimension = limit = used = 0
+        """Return a warning with the figures of the dimension that is nearest to its ceiling."""
+        nearest = limit = used = 0
         with suppress(LedgerUnreachable):
             stored = self.ceilings.all()
-            for record in self._connection.ask(lambda store: store.windows(window.key)):
-                if record.label != window.label:
-                    continue
-                ceiling = ceiling_of(window.key, window.label, stored, window.ceiling)
-                near = [
-                    place
-                    for place in range(4)
-                    if 0 < ceiling[place] * 4 <= record.charged[place] * 5
-                ]
-                if near:
-                    dimension = near[0]
-                    limit, used = ceiling[dimension], record.charged[dimension]
-        figures = in_units(limit, dimension), in_units(used, dimension)
-        return Warned(window.key, reason_of(window.label, dimension), window.label, *figures)
+            for row in self._connection.ask(lambda store: store.windows(window.key)):
+                if row.label == window.label:
+                    ceiling = ceiling_of(row.key, row.label, stored, window.ceiling)
+                    shares = [a / b if b else 0 for a, b in zip(row.charged, ceiling, strict=True)]
+                    nearest = shares.index(max(shares))
+                    limit, used = ceiling[nearest], row.charged[nearest]
+        figures = in_units(limit, nearest), in_units(used, nearest)
+        return Warned(window.key, reason_of(window.label, nearest), window.label, *figures)
 
 
 def _call(listener: Callable[[Any], object], fact: object) -> None:
@@ -222,62 +239,3 @@ def _call(listener: Callable[[Any], object], fact: object) -> None:
         listener(fact)
     except Exception as error:
         _LOG.warning("ledger: a listener failed: %s", type(error).__name__)
-
-
-class Heartbeat:
-    """Calls `tick` while there is something to do; the thread ends with the last of it.
-
-    Args:
-        tick: Returns whether it is to be called again at once.
-        is_needed: Returns whether there is something to do.
-    """
-
-    def __init__(self, tick: Callable[[], bool], is_needed: Callable[[], bool]) -> None:
-        self._tick = tick
-        self._is_needed = is_needed
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the thread, which stayed in the parent process."""
-        self._lock = threading.Lock()
-        self._event = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def hurry(self) -> None:
-        """Request a call of `tick` soon, if the thread runs."""
-        if self._thread is not None:
-            self._event.set()
-
-    def wake(self) -> None:
-        """Request a call of `tick` soon; starts the thread where there is none."""
-        self._event.set()
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None and not self._stopped:
-                    self._thread = threading.Thread(
-                        target=self._run, name="budgetguard-ledger", daemon=True
-                    )
-                    self._thread.start()
-
-    def stop(self, seconds: float) -> None:
-        """End the thread, and wait so long until the call of `tick` under way has returned."""
-        with self._lock:
-            self._stopped = True
-            thread = self._thread
-        self._event.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(seconds)
-        with self._lock:
-            self._stopped = False
-
-    def _run(self) -> None:
-        while True:
-            self._event.wait(BEAT_SECONDS)
-            self._event.clear()
-            if not self._stopped and self._tick():
-                self._event.set()
-            with self._lock:
-                if self._stopped or not (self._is_needed() or self._event.is_set()):
-                    self._thread = None
-                    return

@@ -11,8 +11,8 @@ CREATE TABLE bg_windows(
   PRIMARY KEY(key, label)
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 CREATE TABLE bg_holds(
-  id text COLLATE "C" PRIMARY KEY, amount bigint[] NOT NULL, closed bool NOT NULL,
-  made timestamptz NOT NULL, expires timestamptz NOT NULL, owner text NOT NULL,
+  id text COLLATE "C" PRIMARY KEY, owner text NOT NULL, amount bigint[] NOT NULL,
+  closed bool NOT NULL, made float8 NOT NULL, expires float8 NOT NULL,
   windows text NOT NULL -- of each a line: its key, a tab, its label
 ) WITH (fillfactor = 50);
 CREATE INDEX bg_holds_done ON bg_holds(expires) WHERE closed;
@@ -33,8 +33,10 @@ BEGIN
   END IF;
 END $$;
 
-CREATE FUNCTION bg_plus_v1(a bigint[], b bigint[]) RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
-  SELECT ARRAY[a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4]]
+CREATE FUNCTION bg_plus_v1(a bigint[], b bigint[], less bigint[] DEFAULT '{0,0,0,0}')
+  RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
+  SELECT ARRAY[a[1] + b[1] - less[1], a[2] + b[2] - less[2], a[3] + b[3] - less[3],
+    a[4] + b[4] - less[4]]
 $$;
 -- The first dimension in which a ceiling is exceeded; 0 is none.
 CREATE FUNCTION bg_over_v1(a bigint[], l bigint[]) RETURNS int LANGUAGE sql IMMUTABLE AS $$
@@ -45,21 +47,17 @@ $$;
 -- The hot rows come last; their locks are held from there to the commit. An error undoes the whole
 -- statement in the same trip.
 CREATE FUNCTION bg_reserve_v1(
-  p_id text, p_amount bigint[], p_ttl float8, p_flags text, p_keys text, p_labels text,
-  p_oldest text, p_from float8, p_to float8, p_ceilings bigint[], p_ledger text,
-  p_sequence bigint, p_owner text, p_windows text,
+  p_id text, p_amount bigint[], p_windows text, p_ledger text, p_sequence bigint, p_owner text,
+  p_ttl float8, p_flags text, p_oldest text, p_from float8, p_to float8, p_ceilings bigint[],
   OUT status text, OUT amount bigint[], OUT at float8, OUT warn int, OUT number bigint
 ) LANGUAGE plpgsql AS $$
 DECLARE
-  ks text[] := string_to_array(p_keys, E'\x1f');
-  ls text[] := string_to_array(p_labels, E'\x1f');
   h bg_holds; r record; used bigint[]; told bool; place int; flag text;
 BEGIN
   PERFORM bg_meet_v1(p_ledger, p_sequence);
   status := 'ok'; amount := p_amount; warn := 0; number := 0;
   at := extract(epoch FROM clock_timestamp());
-  INSERT INTO bg_holds VALUES(p_id, p_amount, false, clock_timestamp(),
-    clock_timestamp() + make_interval(secs => p_ttl), p_owner, p_windows)
+  INSERT INTO bg_holds VALUES(p_id, p_owner, p_amount, false, at, at + p_ttl, p_windows)
     ON CONFLICT DO NOTHING;
   IF NOT FOUND THEN
     SELECT * INTO h FROM bg_holds x WHERE x.id = p_id;
@@ -77,13 +75,17 @@ BEGIN
     RAISE EXCEPTION USING ERRCODE = 'BG002', MESSAGE = at::text;
   END IF;
   FOR r IN
-    SELECT u.k, u.l, u.oldest, u.o::int, p_ceilings[4 * u.o - 3:4 * u.o] AS given,
-      coalesce(string_to_array(coalesce(b.text, d.text), ' ')::bigint[],
-        p_ceilings[4 * u.o - 3:4 * u.o]) AS ceiling
-    FROM unnest(ks, ls, string_to_array(p_oldest, E'\x1f')) WITH ORDINALITY u(k, l, oldest, o)
-    LEFT JOIN bg_notes b ON b.name = 'c:' || left(u.l, 2) || u.k
-    LEFT JOIN bg_notes d ON d.name = 'c:' || left(u.l, 2)
-    ORDER BY u.o
+    SELECT w.k, w.l, w.oldest, w.o::int, w.given,
+      coalesce(string_to_array(coalesce(b.text, d.text), ' ')::bigint[], w.given) AS ceiling
+    FROM (
+      SELECT split_part(line, E'\t', 1) AS k, split_part(line, E'\t', 2) AS l, oldest, o,
+        p_ceilings[4 * o - 3:4 * o] AS given
+      FROM unnest(string_to_array(p_windows, E'\n'), string_to_array(p_oldest, E'\x1f'))
+        WITH ORDINALITY u(line, oldest, o)
+    ) w
+    LEFT JOIN bg_notes b ON b.name = 'c:' || left(w.l, 2) || w.k
+    LEFT JOIN bg_notes d ON d.name = 'c:' || left(w.l, 2)
+    ORDER BY w.o
   LOOP
     LOOP
       -- Tests its condition on the newest version of the row (READ COMMITTED).
@@ -120,20 +122,17 @@ BEGIN
 END $$;
 
 CREATE FUNCTION bg_settle_v1(
-  p_id text, p_amount bigint[], p_keys text, p_labels text, p_ledger text, p_sequence bigint,
-  p_owner text, p_windows text,
+  p_id text, p_amount bigint[], p_windows text, p_ledger text, p_sequence bigint, p_owner text,
   OUT status text, OUT amount bigint[], OUT at float8, OUT warn int, OUT number bigint
 ) LANGUAGE plpgsql AS $$
 DECLARE
-  ks text[] := string_to_array(p_keys, E'\x1f');
-  ls text[] := string_to_array(p_labels, E'\x1f');
-  zero bigint[] := '{0,0,0,0}'; before bigint[] := zero; counted bigint[] := zero; h bg_holds;
+  zero bigint[] := '{0,0,0,0}'; before bigint[] := zero; counted bigint[] := zero;
+  h bg_holds; line text;
 BEGIN
   PERFORM bg_meet_v1(p_ledger, p_sequence);
   status := 'ok'; amount := p_amount; warn := 0; number := 0;
   at := extract(epoch FROM clock_timestamp());
-  INSERT INTO bg_holds VALUES(p_id, p_amount, true, clock_timestamp(),
-    clock_timestamp() + interval '1 day', p_owner, p_windows)
+  INSERT INTO bg_holds VALUES(p_id, p_owner, p_amount, true, at, at + 86400, p_windows)
     ON CONFLICT DO NOTHING;
   IF NOT FOUND THEN
     SELECT * INTO h FROM bg_holds x WHERE x.id = p_id FOR UPDATE;
@@ -146,17 +145,16 @@ BEGIN
     ELSIF h.windows <> p_windows THEN
       status := 'windows'; amount := zero; RETURN;
     END IF;
-    UPDATE bg_holds x SET amount = bg_settle_v1.amount, closed = true,
-      expires = clock_timestamp() + interval '1 day' WHERE x.id = p_id;
+    UPDATE bg_holds x SET amount = bg_settle_v1.amount, closed = true, expires = at + 86400
+      WHERE x.id = p_id;
   END IF;
-  FOR i IN 1..cardinality(ks) LOOP
+  FOREACH line IN ARRAY string_to_array(p_windows, E'\n') LOOP
     -- Where the window was pruned, or the store has lost it, the settlement begins it anew.
-    INSERT INTO bg_windows AS x VALUES(ks[i], ls[i], amount, amount, zero)
+    INSERT INTO bg_windows AS x
+      VALUES(split_part(line, E'\t', 1), split_part(line, E'\t', 2), amount, amount, zero)
       ON CONFLICT(key, label) DO UPDATE SET
-        charged = ARRAY[x.charged[1] + amount[1] - before[1], x.charged[2] + amount[2] - before[2],
-          x.charged[3] + amount[3] - before[3], x.charged[4] + amount[4] - before[4]],
-        spent = ARRAY[x.spent[1] + amount[1] - counted[1], x.spent[2] + amount[2] - counted[2],
-          x.spent[3] + amount[3] - counted[3], x.spent[4] + amount[4] - counted[4]];
+        charged = bg_plus_v1(x.charged, amount, before),
+        spent = bg_plus_v1(x.spent, amount, counted);
   END LOOP;
   number := nextval('bg_sequence');
 END $$;

@@ -1,11 +1,9 @@
 """The two verbs of a ledger, and what every store does with them.
 
-A *hold* is what one call has reserved in some windows. `reserve` makes it before the call, `settle`
-puts what was used in its place after the call. Each message names its hold, so that losing or
-repeating one does no harm. `decide` is the rule: SQLite runs it, Redis and PostgreSQL say the same
+A *hold* is the money that one call has reserved in some windows. `reserve` makes it before the
+call, `settle` puts the used amount in its place. Each message names its hold, so that losing or
+repeating one does no harm. `decide` is the rule: SQLite runs it, Redis and PostgreSQL do the same
 in Lua and PL/pgSQL, and the tests compare all of them.
-
-What a hold is charged: what it reserved, until it is settled, expired or not; then what was used.
 """
 
 from __future__ import annotations
@@ -75,107 +73,8 @@ class Answer(NamedTuple):
     """Grows with each change of the store; 0 where it is not known."""
 
 
-class Hold(NamedTuple):
-    """A hold as the store keeps it."""
-
-    amount: Amount
-    """What was reserved, or once it is closed, what was used."""
-    closed: bool
-    is_elsewhere: bool = False
-    """It is open, and the step names other windows than it was made in."""
-
-
-class Row(NamedTuple):
-    """A window as the store keeps it."""
-
-    charged: Amount = ZERO
-    spent: Amount = ZERO
-    ceiling: Amount = ZERO
-    """The default of the process that reserved last."""
-    warned: bool = False
-    is_new: bool = True
-
-
-class Change(NamedTuple):
-    """The change of a step in each of its windows."""
-
-    charged: Amount
-    spent: Amount
-
-
-def decide(
-    step: Step,
-    now: float,
-    hold: Hold | None,
-    rows: Sequence[Row],
-    ceilings: Sequence[Amount],
-    flag: str,
-) -> tuple[Answer, Change | None]:
-    """Return the answer to a step, and what it changes in its windows.
-
-    Pure: reads no clock and no store. A step that changes nothing leaves None.
-
-    Args:
-        step: The message.
-        now: The store's clock, read under its lock.
-        hold: The hold of this id, if there is one.
-        rows: The windows of the step, in its order.
-        ceilings: Theirs, for a reservation; 0 is none.
-        flag: The first kill switch that is set and its text, or nothing.
-    """
-    before = ZERO if hold is None else hold.amount
-    if hold is not None and hold.is_elsewhere:
-        return Answer("windows", now=now), None
-    if step.verb == "settle":
-        counted = before if hold is not None and hold.closed else ZERO
-        spent = counted.larger(step.amount)
-        if hold is not None and hold.closed and spent == before:
-            return Answer("ok", spent, now=now), None
-        return Answer("ok", spent, now=now), Change(spent.minus(before), spent.minus(counted))
-    if hold is not None:
-        return Answer("closed" if hold.closed else "ok", before, now=now), None
-    if flag:
-        return Answer("killed", detail=flag, now=now), None
-    if any(not window.start <= now < window.end for window in step.windows):
-        return Answer("clock", now=now), None
-    warn = 0
-    for place, (row, ceiling) in enumerate(zip(rows, ceilings, strict=True)):
-        if not any(ceiling):
-            continue
-        for dimension, (limit, used, need) in enumerate(
-            zip(ceiling, row.charged, step.amount, strict=True)
-        ):
-            if limit and used + need > limit:
-                facts = SEPARATOR.join(map(str, (place, dimension, used, limit)))
-                return Answer("refused", detail=facts, now=now), None
-            if limit and not row.warned and (used + need) * 5 >= limit * 4:
-                warn |= 1 << place
-    return Answer("ok", step.amount, now=now, warn=warn), Change(step.amount, ZERO)
-
-
-def lines_of(windows: Sequence[Window]) -> str:
-    """Return the names of windows as a store keeps them beside a hold."""
-    return "\n".join([f"{window[0]}\t{window[1]}" for window in windows])
-
-
-def pairs_of(lines: str) -> tuple[tuple[str, str], ...]:
-    """Return the key and the label of each window."""
-    parts = (line.partition("\t") for line in lines.split("\n") if line)
-    return tuple((key, label) for key, _, label in parts)
-
-
-def ceiling_name(key: str, label: str) -> str:
-    """Return the name of the note that holds a key's ceiling; key "" is the default of all."""
-    return f"c:{label[0]}:{key}"
-
-
-def ceiling_of_text(text: str) -> Amount:
-    """Read a ceiling as a note holds it: four figures."""
-    return Amount(*map(int, text.split()))
-
-
 class WindowRecord(NamedTuple):
-    """A window, for reports."""
+    """A window as the store keeps it."""
 
     key: str
     label: str
@@ -183,10 +82,11 @@ class WindowRecord(NamedTuple):
     spent: Amount = ZERO
     ceiling: Amount = ZERO
     """The default of the process that reserved last; what the store holds for the key wins."""
+    warned: bool = False
 
 
 class HoldRecord(NamedTuple):
-    """A hold, for reports and for reconciliation."""
+    """A hold as the store keeps it."""
 
     id: str
     owner: str
@@ -211,3 +111,84 @@ class Identity(NamedTuple):
     adopted: float = 0.0
     """When somebody accepted it as it is, by the store's clock."""
     sequence: int = 0
+
+
+def decide(
+    step: Step,
+    now: float,
+    hold: HoldRecord | None,
+    rows: Sequence[WindowRecord | None],
+    ceilings: Sequence[Amount],
+    flag: str,
+) -> tuple[Answer, list[WindowRecord]]:
+    """Return the answer to a step, and the windows that it changes, as they are to be.
+
+    Pure: reads no clock and no store. A step that changes anything changes all of its windows.
+
+    Args:
+        step: The message.
+        now: The store's clock, read under its lock.
+        hold: The hold of this id, if there is one.
+        rows: The windows of the step, in its order, if they are there.
+        ceilings: Theirs, for a reservation; 0 is none.
+        flag: The first kill switch that is set and its text, or nothing.
+    """
+    before, counted = (ZERO, ZERO) if hold is None else (hold.charge, hold.spent)
+    if hold is not None and not hold.closed and hold.windows != names_of(step.windows):
+        return Answer("windows", now=now), []
+    changed: list[WindowRecord] = []
+    if step.verb == "settle":
+        spent = counted.larger(step.amount)
+        answer = Answer("ok", spent, now=now)
+        if hold is not None and hold.closed and spent == before:
+            return answer, []
+        for window, row in zip(step.windows, rows, strict=True):
+            if row is None:  # it was pruned, or the store has lost it
+                changed.append(WindowRecord(window.key, window.label, spent, spent))
+            else:
+                charged = row.charged.plus(spent).minus(before)
+                total = row.spent.plus(spent).minus(counted)
+                changed.append(row._replace(charged=charged, spent=total))
+        return answer, changed
+    if hold is not None:
+        return Answer("closed" if hold.closed else "ok", before, now=now), []
+    if flag:
+        return Answer("killed", detail=flag, now=now), []
+    if any(not window.start <= now < window.end for window in step.windows):
+        return Answer("clock", now=now), []
+    warn = 0
+    for place, (window, found, ceiling) in enumerate(
+        zip(step.windows, rows, ceilings, strict=True)
+    ):
+        row = found or WindowRecord(window.key, window.label)
+        charged, is_near = row.charged.plus(step.amount), row.warned
+        for dimension, limit in enumerate(ceiling):
+            if limit and charged[dimension] > limit:
+                facts = (place, dimension, row.charged[dimension], limit)
+                detail = SEPARATOR.join(map(str, facts))
+                return Answer("refused", detail=detail, now=now), []
+            is_near = is_near or 0 < limit * 4 <= charged[dimension] * 5
+        warn |= (is_near and not row.warned) << place
+        changed.append(row._replace(charged=charged, ceiling=window.ceiling, warned=is_near))
+    return Answer("ok", step.amount, now=now, warn=warn), changed
+
+
+def names_of(windows: Sequence[Window]) -> tuple[tuple[str, str], ...]:
+    """Return the key and the label of each window."""
+    return tuple([(window.key, window.label) for window in windows])
+
+
+def lines_of(windows: Sequence[Window]) -> str:
+    """Return the names of windows as a store keeps them beside a hold."""
+    return "\n".join([f"{window.key}\t{window.label}" for window in windows])
+
+
+def pairs_of(lines: str) -> tuple[tuple[str, str], ...]:
+    """Return the key and the label of each window, from the lines that a store keeps."""
+    parts = (line.partition("\t") for line in lines.split("\n") if line)
+    return tuple([(key, label) for key, _, label in parts])
+
+
+def ceiling_name(key: str, label: str) -> str:
+    """Return the name of the note that holds a key's ceiling; key "" is the default of all."""
+    return f"c:{label[0]}:{key}"

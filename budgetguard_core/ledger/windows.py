@@ -6,9 +6,10 @@ Nothing is ever reset. A window is a row with a label of its own; at its edge an
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+from unicodedata import category
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from budgetguard_core.errors import ConfigurationError
@@ -23,9 +24,10 @@ CALENDAR = "dm"
 RUN = "r"
 """The window of a ledger for one run, `?windows=run`: it never ends."""
 _FOR_EVER = 4e10
+_DAY = dt.timedelta(days=1)
 
 # A clock that jumps back must meet the row of that day again, so rows stay for long.
-_DAYS_KEPT = 62
+DAYS_KEPT = 62
 _MONTHS_KEPT = 13
 
 
@@ -69,7 +71,7 @@ Tenant: TypeAlias = str | Key | Iterable[str | Key]
 
 
 def check_name(name: object, what: str) -> str:
-    """Return a key's or a run's name, or say what is wrong with it.
+    """Return the name of a key, a run or a reservation.
 
     Raises:
         ConfigurationError: It is no name.
@@ -78,11 +80,9 @@ def check_name(name: object, what: str) -> str:
         raise ConfigurationError(
             f"{what} must be a str, got {type(name).__name__}. Use the name that your bills use."
         )
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError:  # half of a surrogate pair
-        size = 0
-    if not 1 <= size <= LONGEST_KEY or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name):
+    size = len(name.encode("utf-8", "replace"))
+    # A control character, or half of a surrogate pair.
+    if not 1 <= size <= LONGEST_KEY or any(category(c) in ("Cc", "Cs") for c in name):
         raise ConfigurationError(
             f"{what} must have 1 to {LONGEST_KEY} bytes of UTF-8 and no control characters, "
             f"got {name[:20]!a}. Use a plain identifier."
@@ -135,80 +135,51 @@ def as_keys(tenant: Tenant, time_zone: str = "UTC") -> tuple[Key, ...]:
 
 
 class Account:
-    """The keys that one run is charged to, and their windows of now.
+    """The keys that one run is charged to, the tenant first, and their windows of now."""
 
-    Args:
-        keys: The tenant first.
-        ceilings: The default of each kind of window, for each key.
-        kinds: The kinds of windows: `CALENDAR` or `RUN`.
-    """
-
-    def __init__(
-        self,
-        keys: tuple[Key, ...],
-        ceilings: Mapping[str, Amount] | None = None,
-        kinds: str = CALENDAR,
-    ) -> None:
-        self.keys = keys
+    def __init__(self, keys: tuple[Key, ...], ceilings: Mapping[str, Amount]) -> None:
         self.names = tuple(key.name for key in keys)
         self.flags = tuple(sorted(("all", *(f"t:{name}" for name in self.names))))
         self._zones = tuple((key.name, zone_of(key.time_zone)) for key in keys)
-        self._ceilings = ceilings or {}
-        self._kinds = kinds
+        self._ceilings = ceilings
+        """The default of each kind of window that the ledger has."""
         self._cached: tuple[float, float, tuple[Window, ...]] = (0.0, 0.0, ())
 
     def windows(self, now: float) -> tuple[Window, ...]:
         """Return the windows of each key, sorted by key and label."""
         start, end, windows = self._cached
         if not start <= now < end:
-            windows = tuple(
-                sorted(
-                    window._replace(ceiling=self._ceilings.get(window.label[0], ZERO))
-                    for name, zone in self._zones
-                    for window in (
-                        windows_at(name, now, zone)
-                        if self._kinds == CALENDAR
-                        else (Window(name, "r:run", 0.0, _FOR_EVER),)
-                    )
-                )
-            )
+            windows = tuple(sorted(self._windows(now)))
             start = max(window.start for window in windows)
             end = min(window.end for window in windows)
             self._cached = (start, end, windows)
         return windows
 
+    def _windows(self, now: float) -> Iterator[Window]:
+        for name, zone in self._zones:
+            if RUN in self._ceilings:
+                yield Window(name, "r:run", 0.0, _FOR_EVER, self._ceilings[RUN])
+                continue
+            for window in windows_at(name, now, zone):
+                yield window._replace(ceiling=self._ceilings[window.label[0]])
+
 
 def windows_at(key: str, now: float, zone: dt.tzinfo) -> tuple[Window, Window]:
     """Return the day and the month of `key` that hold the instant `now`."""
     day = dt.datetime.fromtimestamp(now, zone).date()
-    start, end = _midnight(day, zone), _midnight(_after(day), zone)
     # Where midnight comes twice or not at all, the date may be the neighbour's for an hour.
-    if now >= end:
-        day = _after(day)
-        start, end = end, _midnight(_after(day), zone)
-    elif now < start:
-        day -= dt.timedelta(days=1)
-        start, end = _midnight(day, zone), start
-    first = day.replace(day=1)
-    month_end = _midnight(_months_after(first, 1), zone)
-    labels = (f"d:{day}", f"m:{first:%Y-%m}")
+    if now >= _midnight(day + _DAY, zone):
+        day += _DAY
+    elif now < _midnight(day, zone):
+        day -= _DAY
+    month = day.replace(day=1)
+    edges = _midnight(day, zone), _midnight(day + _DAY, zone)
+    month_edges = _midnight(month, zone), _midnight(_months_after(month, 1), zone)
+    kept, month_kept = day - DAYS_KEPT * _DAY, _months_after(month, -_MONTHS_KEPT)
     return (
-        Window(key, labels[0], start, end, oldest=oldest_kept(labels[0])),
-        Window(key, labels[1], _midnight(first, zone), month_end, oldest=oldest_kept(labels[1])),
+        Window(key, f"d:{day}", *edges, oldest=f"d:{kept}"),
+        Window(key, f"m:{month:%Y-%m}", *month_edges, oldest=f"m:{month_kept:%Y-%m}"),
     )
-
-
-def oldest_kept(label: str) -> str:
-    """Return the label of the oldest window that is kept beside one of this label."""
-    if label[0] == "d":
-        return f"d:{dt.date.fromisoformat(label[2:]) - dt.timedelta(days=_DAYS_KEPT)}"
-    if label[0] == "m":
-        return f"m:{_months_after(dt.date.fromisoformat(f'{label[2:]}-01'), -_MONTHS_KEPT):%Y-%m}"
-    return ""
-
-
-def _after(day: dt.date) -> dt.date:
-    return day + dt.timedelta(days=1)
 
 
 def _months_after(first: dt.date, months: int) -> dt.date:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
+from random import Random
 from typing import Literal, TypeAlias
 
 Figure: TypeAlias = int | float | Decimal
@@ -20,7 +21,7 @@ MANY = 300
 """From here on the 99th percentile is known well enough to stand on."""
 
 _HEAVY_TAILED = ("max_total_tokens", "max_cost_usd")
-_CONFIDENCE = 0.95
+_DRAWS = 4_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,45 +135,16 @@ def rank(count: int, share: float) -> int:
     return max(1, math.ceil(round(share * count, 9)))
 
 
-def bootstrap_interval(count: int, place: int, confidence: float = _CONFIDENCE) -> tuple[int, int]:
+def bootstrap_interval(count: int, place: int) -> tuple[int, int]:
     """Return the places between which the figure of a place is, if the runs were drawn again.
 
-    It is the percentile interval of the bootstrap, exact and without random numbers: among `count`
-    draws with replacement, the figure of the place is at most the i-th smallest if at least
-    `place` of the draws are, and that is a binomial tail. Of the maximum the upper end is the
-    maximum itself: no draw exceeds it, so the interval says nothing about larger runs.
+    Of `count` draws with replacement, the place of the one at `place` is distributed as a beta
+    variate. Of the maximum the upper end is the maximum itself: no draw exceeds it.
     """
-    tail = (1 - confidence) / 2
-    return _first(count, place, tail), _first(count, place, 1 - tail)
-
-
-def _first(count: int, place: int, share: float) -> int:
-    low, high = 1, count
-    while low < high:
-        middle = (low + high) // 2
-        if _at_least(count, place, middle / count) >= share:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _at_least(count: int, successes: int, probability: float) -> float:
-    """Return the probability of at least so many successes in `count` trials."""
-    if probability >= 1:
-        return 1.0
-    log_p, log_q = math.log(probability), math.log1p(-probability)
-    whole = math.lgamma(count + 1)
-    return math.fsum(
-        math.exp(
-            whole
-            - math.lgamma(hits + 1)
-            - math.lgamma(count - hits + 1)
-            + hits * log_p
-            + (count - hits) * log_q
-        )
-        for hits in range(successes, count + 1)
-    )
+    random = Random(0)  # noqa: S311 - the same for everybody
+    drawn = (random.betavariate(place, count - place + 1) for _ in range(_DRAWS))
+    places = sorted(max(1, math.ceil(count * share)) for share in drawn)
+    return places[_DRAWS // 40], places[-_DRAWS // 40]
 
 
 def _times(figure: Figure, factor: float, dimension: str) -> Figure:

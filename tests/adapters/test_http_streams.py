@@ -11,7 +11,6 @@ from budgetguard_core import Budget
 from budgetguard_http import BudgetTransport
 from budgetguard_http._frames import EventStream, ServerSentEvents
 from budgetguard_http.protocols.openai_chat import ChatReader, OpenAIChat
-from budgetguard_http.protocols.protocol import Answer
 
 TEXT = "Grüße, 世界 🌍"
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -142,15 +141,14 @@ def test_a_text_that_looks_like_the_end_of_an_answer_is_only_text():
 
 @pytest.mark.parametrize("last", [{}, {"function": {}}, {"function": {"arguments": None}}])
 def test_the_pieces_of_a_call_are_joined_whatever_the_last_one_holds(last):
-    answer = Answer()
-    reader = ChatReader(answer, OpenAIChat(), {}, hides_usage=False)
+    reader = ChatReader(OpenAIChat(), {})
     head = {"id": "call_1", "function": {"name": "read_file", "arguments": '{"path"'}}
     for piece in (head, {"function": {"arguments": ': "a"}'}}, last):
         choice = {"index": 0, "delta": {"tool_calls": [{"index": 0, **piece}]}}
         reader.take("", {"choices": [choice]})
     reader.take("", {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
     reader.end()
-    (call,) = answer.calls
+    (call,) = reader.calls
     assert (call.id, call.name, call.arguments) == ("call_1", "read_file", '{"path": "a"}')
 
 
@@ -172,14 +170,13 @@ def test_calls_of_choices_that_end_one_after_the_other_are_all_counted():
 
 
 def test_a_call_is_seen_where_a_server_sends_fewer_choices_than_were_asked_for():
-    answer = Answer()
-    reader = ChatReader(answer, OpenAIChat(), {"n": 2}, hides_usage=False)
+    reader = ChatReader(OpenAIChat(), {"n": 2})
     head = {"index": 0, "id": "call_1", "function": {"name": "read_file", "arguments": "{}"}}
     choice = {"index": [], "delta": {"tool_calls": [head]}, "finish_reason": "tool_calls"}
     reader.take("", {"choices": [choice]})
     for _ in range(2):
         reader.end()
-    assert [call.name for call in answer.calls] == ["read_file"]
+    assert [call.name for call in reader.calls] == ["read_file"]
 
 
 def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():

@@ -46,6 +46,7 @@ from budgetguard_langgraph import (
     resume,
 )
 from conformance.budgetguard_langgraph_driver import ScriptedChat, message, user
+from langgraph_graphs import bounded_agent
 
 BODIES: list[str] = []
 
@@ -617,10 +618,8 @@ def test_observe_changes_nothing_in_the_history(way):
     guard = Guard(Budget(max_iterations=1), mode=Mode.OBSERVE)
     same = Call("search", "same")
     script = Script([*[calls(same)] * 4, says("Done.")])
-    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
-    graph = agent(script, [read_nothing], middleware=middleware)
-    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
-    result = (bounded(graph, guard) if way == "bounded" else graph).invoke(user("Go."), config)
+    graph, config = bounded_agent(way, guard, ScriptedChat(script=script), [read_nothing])
+    result = graph.invoke(user("Go."), config)
     assert {m.content for m in result["messages"] if isinstance(m, ToolMessage)} == {"nothing"}
     assert guard.outcome.status == "completed"
     assert guard.outcome.observed

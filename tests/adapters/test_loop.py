@@ -23,7 +23,13 @@ from budgetguard_core import (
     MemoryStore,
     StopReason,
 )
-from budgetguard_core.kit import NOT_EXECUTED, OUTCOME_UNKNOWN, CheckpointError, TokenUsage
+from budgetguard_core.kit import (
+    NOT_EXECUTED,
+    OUTCOME_UNKNOWN,
+    CheckpointError,
+    TokenUsage,
+    ToolCall,
+)
 from budgetguard_core.testing import ManualClock, check_history
 from budgetguard_loop import (
     ModelReply,
@@ -420,7 +426,7 @@ def test_a_process_killed_between_any_two_saves_loses_nothing():
         assert outcome.status == "completed"
         assert not completed & set(work)
         # What was in flight may have taken effect, so it does not run again by itself.
-        flying = {call.name for call in snapshot.open_calls if call.kind == "tool"}
+        flying = {one.call.name for one in snapshot.open_calls if isinstance(one.call, ToolCall)}
         assert not flying & set(work)
         assert results(outcome).count(OUTCOME_UNKNOWN) == len(flying)
         assert outcome.usage.model_calls >= 3

@@ -169,9 +169,9 @@ def test_sqlite_statements_of_a_pair(tmp_path):
     act()
     store._db.set_trace_callback(None)
     store.close()
-    # To reserve: BEGIN, a look at the hold, at each of two windows and its ceiling, at the kill
-    # switches, both windows, the hold, the number, COMMIT. To settle: no ceilings, no switches.
-    assert len(said) == 12 + 9, said
+    # To reserve: BEGIN, a look at the notes, at the hold, at each of two windows,
+    # both windows, the hold, the number, COMMIT. To settle: the same.
+    assert len(said) == 10 + 10, said
 
 
 def test_a_hot_row_of_postgres_beside_a_bare_one(tmp_path):

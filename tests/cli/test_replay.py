@@ -404,7 +404,7 @@ def test_a_forged_log_cannot_take_all_memory(log):
     forged = log.replace('"given_cost_usd":"0.5"', '"given_cost_usd":"1E+9999999999"')
     assert forged != log
     path.write_text(forged)
-    assert "a cost must be an amount from 0" in replay(path, code=1).stderr
+    assert "does not fit: cost_usd must be a Decimal" in replay(path, code=1).stderr
 
 
 # Whatever a file may hold

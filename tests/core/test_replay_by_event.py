@@ -50,20 +50,20 @@ def test_the_guard_can_be_looked_at_on_the_way():
 
 @pytest.mark.parametrize(
     "text",
-    ["1E+999999999999", "1E-999999999999", "0E-999999999999", "-1", "NaN", "Infinity", "ten"],
+    ["1E+999999999999", "-1", "NaN", "Infinity", "ten"],
 )
 def test_a_cost_that_no_run_can_have_is_refused_at_once(text):
     _, events = log_of("a", 1, cost=Decimal("0.10"))
     replay = Replay()
     for event in events[:-1]:
         replay.apply(event)
-    with pytest.raises(CheckpointError, match="event 3: a cost must be an amount from 0"):
+    with pytest.raises(CheckpointError, match="event 3 does not fit"):
         replay.apply(events[-1].model_copy(update={"given_cost_usd": text}))
     replay = Replay()
     replay.apply(events[0])
     if text != "ten":
         call = ModelCall(cost_usd=Decimal(text))
-        with pytest.raises(CheckpointError, match="event 2: a cost must be"):
+        with pytest.raises(CheckpointError, match="event 2 does not fit"):
             replay.apply(events[1].model_copy(update={"call": call}))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_dollars, to_nano
+from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceilings, to_dollars, to_nano
 
 
 @given(st.integers(-(10**25), 10**25))
@@ -47,8 +47,21 @@ def test_a_step_that_no_store_can_count_is_refused(step):
         to_amount(*step)
 
 
-@pytest.mark.parametrize("ceiling", [(0, None), (None, 0), (None, True), (None, -5), (-1, None)])
+@pytest.mark.parametrize(
+    "ceiling",
+    [
+        {"daily_usd": 0},
+        {"daily_tokens": 0},
+        {"run_tokens": True},
+        {"run_usd": -1},
+        {"daily_usd": ""},
+    ],
+    ids=str,
+)
 def test_a_ceiling_is_more_than_nothing(ceiling):
-    with pytest.raises(ConfigurationError):
-        to_ceiling(*ceiling)
-    assert to_ceiling(None, None) == Amount()
+    with pytest.raises(ConfigurationError, match=r"must be .*got .*\. Use "):
+        to_ceilings(ceiling, "dmr", 2**62)
+
+
+def test_a_ceiling_of_none_is_kept_as_zero():
+    assert to_ceilings({"daily_usd": None}, "d", 2**62) == {"d": Amount()}

@@ -11,7 +11,7 @@ import pytest
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import Key, Ledger, LedgerRefused
-from budgetguard_core.ledger.amounts import Amount, to_amount, to_ceiling, to_nano
+from budgetguard_core.ledger.amounts import Amount, to_amount, to_nano
 from budgetguard_core.ledger.reservation import Reservation
 from budgetguard_core.testing import ManualClock
 from ledger_servers import PATIENT, ZONE, Place, RedisServer, need, wait_until
@@ -229,7 +229,7 @@ def test_numbers_too_long_to_be_written_are_refused_in_a_sentence(sqlite, opened
     with pytest.raises(ConfigurationError, match="must be below"):
         opened(sqlite).set_ceilings("acme", daily_tokens=10**5000)
     with pytest.raises(ConfigurationError):
-        to_ceiling(10**5000, None)
+        opened(sqlite).set_ceilings("acme", daily_usd=10**5000)
 
 
 def test_calls_that_cost_more_than_they_reserved_are_known_before_the_next(place, opened):

@@ -112,7 +112,7 @@ def roll_back(store):
     """Fail as where the disk is full: SQLite has rolled back by itself."""
 
     def work(db):
-        db.execute("DELETE FROM windows")
+        db.execute("DELETE FROM bg_windows")
         db.execute("ROLLBACK")
         raise RuntimeError("rolled back")
 
@@ -144,7 +144,7 @@ def test_a_guard_that_goes_on_after_its_ledger_was_closed_is_looked_after(sqlite
     ledger.close()
     guard.settle_model_call(guard.admit_model_call(ask), cost_usd=Decimal("0.01"))
     ledger.beat()
-    assert [run.run for run in ledger._runs.all()] == [guard.run_id]
+    assert [run.run for run in ledger._heartbeat.all()] == [guard.run_id]
     ledger.close()
     assert charged(ledger) == (Decimal("0.02"), 0)
 

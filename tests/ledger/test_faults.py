@@ -52,14 +52,13 @@ def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     with Ledger(place.url, **OPTIONS, queue=tmp_path / "queue") as ledger:
         label = ledger.usage("acme").daily.window
         ledger.beat()  # sends what the dead left on the disk
+        assert place.kind != "sqlite" or ledger.check() == []
     real = billed(folder)
     assert real > 0
     for key in ("acme", "u"):
         row = window_of(store, key, label)
         assert row.charged.usd >= real
         assert row.spent.usd <= real + 10**7 * KILLS
-    if place.kind == "sqlite":
-        assert store.check() == []
     store.close()
 
 
@@ -342,7 +341,7 @@ def test_a_file_of_a_newer_format_is_left_alone(sqlite, opened):
     store.close()
     with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
         db.execute("PRAGMA user_version = 9")
-    with pytest.raises(LedgerUnreachable, match="format must be <= 1, got 9"):
+    with pytest.raises(LedgerUnreachable, match="format must be 1, got 9"):
         sqlite.store()
     sqlite.path.write_bytes(b"no data base" * 100)
     with pytest.raises(LedgerUnreachable, match="SQLITE_NOTADB"):
@@ -356,25 +355,12 @@ def test_a_damaged_file_shows(sqlite, opened):
     ledger.reserve("acme", usd=1).settle(1)
     assert ledger.check() == []
     with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
-        db.execute("UPDATE windows SET c0 = 0 WHERE label LIKE 'd%'")
-        db.execute("DELETE FROM windows WHERE label LIKE 'm%'")
+        db.execute("UPDATE bg_windows SET charged = '0 0 0 0' WHERE label LIKE 'd%'")
+        db.execute("DELETE FROM bg_windows WHERE label LIKE 'm%'")
         db.commit()
     wrong = ledger.check()
     assert len(wrong) == 2
     assert "the window is missing" in wrong[1]
-
-
-def test_what_was_folded_into_its_window_is_still_there(sqlite, opened, monkeypatch):
-    from budgetguard_core.testing import ManualClock
-
-    monkeypatch.setattr("budgetguard_core.ledger.sqlite._STEPS_BETWEEN_CLEANINGS", 3)
-    clock = ManualClock()
-    ledger = opened(sqlite, clock=clock)
-    for _ in range(4):
-        ledger.reserve("acme", usd=1).settle(0.5)
-        clock.advance(90_000)
-    assert sum(hold.closed for hold in ledger.holds()) < 3
-    assert ledger.check() == []
 
 
 @pytest.mark.slow
@@ -391,18 +377,3 @@ def test_ceilings_hold_where_the_data_base_defaults_to_repeatable_read(tmp_path)
             day = ledger.usage("acme").daily
         assert day.spent_usd * 10**9 == sum(result[0] for result in results)
         assert day.spent_usd <= 5
-
-
-@pytest.mark.slow
-def test_a_data_base_of_another_encoding_is_refused(tmp_path):
-    need_server("postgres")
-    import psycopg
-
-    from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.postgres import PostgresLedgerStore
-
-    with PostgresServer() as server:
-        with psycopg.connect(server.url, autocommit=True) as db:
-            db.execute("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
-        with pytest.raises(ConfigurationError, match="must have the encoding UTF8, got LATIN1"):
-            PostgresLedgerStore(f"postgresql://postgres@127.0.0.1:{server.port}/latin")

@@ -144,7 +144,7 @@ def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place
         ):
             with pytest.raises(ConfigurationError, match=words):
                 make()
-        assert ledger._runs.all() == []
+        assert ledger._heartbeat.all() == []
         Guard(mode="observe", ledger=ledger, tenant="acme")  # bounds nothing anyhow
         ledger.set_ceilings("acme", monthly_tool_calls=5)
         assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
@@ -598,16 +598,16 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
     guard = Guard(ledger=ledger, tenant="acme")
     spend(guard)
     conclude(guard, "paused", None)
-    assert len(ledger._runs.all()) == 1
+    assert len(ledger._heartbeat.all()) == 1
     conclude(guard, "completed", "completed")
-    assert len(ledger._runs.all()) == 0
+    assert len(ledger._heartbeat.all()) == 0
     spend(guard)  # shared by another run
-    assert len(ledger._runs.all()) == 1
+    assert len(ledger._heartbeat.all()) == 1
     lost = Guard(ledger=ledger, tenant="acme")
     del guard, lost
     gc.collect()
     ledger.beat()
-    wait_until(lambda: not ledger._runs.all())
+    wait_until(lambda: not ledger._heartbeat.all())
 
 
 def test_the_stop_is_in_the_log(sqlite, opened):

@@ -12,6 +12,7 @@ from budgetguard_core.ledger import ledger as ledgers
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.outbox import Outbox
+from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import Step
 from budgetguard_core.ledger.windows import Window
 from ledger_servers import ZONE
@@ -127,8 +128,8 @@ def test_a_call_that_cannot_be_written_down_is_not_allowed(sqlite, tmp_path, cap
         with pytest.raises(LedgerRefused, match="queue of unsent reports must be writable"):
             ledger.reserve("acme", usd=1)
         run.report(Amount(CENT, 1))
-        assert not ledger._runs.tick()
-        assert ledger._runs.is_needed()
+        assert not ledger._heartbeat.tick()
+        assert len(ledger._outbox) == 1
     assert "queue of unsent reports must be writable" in caplog.text
 
 
@@ -138,8 +139,8 @@ def test_a_heartbeat_that_fails_beats_on(sqlite, opened, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(ledger._runs, "all", fail)
-    assert ledger._runs.tick() is False
+    monkeypatch.setattr(ledger._heartbeat, "all", fail)
+    assert ledger._heartbeat.tick() is False
     assert "the heartbeat failed: RuntimeError" in caplog.text
     assert "secret" not in caplog.text
 
@@ -148,7 +149,6 @@ def test_a_fork_begins_anew_and_what_was_set_aside_stays_charged(place, opened, 
     ledger = opened(place)
     run = ledger.attach("run", "acme", on_kill=print, on_warning=print)
     run.obtain(Amount(CENT, 1))
-    ledger._heartbeat.stop(60)
     store = ledger.connection.store()
     monkeypatch.setattr(ledgers, "_LEDGERS", [ledger])
     ledgers._before_fork()
@@ -166,7 +166,7 @@ def test_a_warning_without_figures_where_the_store_does_not_answer(sqlite, opene
     run = ledger.attach("run", "acme", on_kill=id, on_warning=told.append)
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "ask", silent)
-        ledger._runs.warn(WINDOWS)
+        ledger._heartbeat.warn(WINDOWS)
     run.close()
     assert told == [Warned("acme", "tenant_daily", "d:2026-11-22")]
 
@@ -180,20 +180,13 @@ def test_a_redis_url_that_its_client_does_not_take_is_refused(url):
         RedisLedgerStore(url)
 
 
-def test_sqlite_has_three_ways_to_write(tmp_path):
-    from budgetguard_core.errors import ConfigurationError
-    from budgetguard_core.ledger.sqlite import SqliteLedgerStore
-
-    with pytest.raises(ConfigurationError, match="synchronous must be one of"):
-        SqliteLedgerStore(tmp_path / "a", synchronous="sometimes")
+def test_a_file_that_cannot_be_made_is_no_ledger(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LedgerUnreachable, match="must be writable"):
+    with pytest.raises(LedgerUnreachable, match="must be usable, got File exists"):
         SqliteLedgerStore(tmp_path / "file" / "a")
 
 
 def test_a_relative_file_stays_the_same_ledger_wherever_its_process_goes(tmp_path, monkeypatch):
-    from budgetguard_core.ledger.sqlite import SqliteLedgerStore
-
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     store = SqliteLedgerStore("ledger.sqlite3")

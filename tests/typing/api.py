@@ -62,7 +62,7 @@ budget = Budget(
 )
 gaps: tuple[str, ...] = budget.uncapped()
 Budget(max_cost_usd=0.5, loop_detection=None, stop_when=[when])
-Budget(max_iteration=25)  # type: ignore[arg-type]
+Budget(max_iteration=25)  # type: ignore[call-arg]
 Budget(max_iterations="25")  # type: ignore[arg-type]
 Budget(25)  # type: ignore[call-arg]
 Budget(on_unpriced="ignore")  # type: ignore[arg-type]

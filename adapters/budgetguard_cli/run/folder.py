@@ -10,6 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -168,7 +169,7 @@ def _set_ceilings(ledger: Ledger, budget: Budget) -> None:
     if budget.finalize_reserve is not None:
         kept_usd, kept = budget.finalize_reserve.cost_usd, budget.finalize_reserve.tokens
         ledger.set_ceilings(ANSWERS, run_usd=kept_usd, run_tokens=kept)
-        usd = None if usd is None else usd - (kept_usd or 0)
+        usd = None if usd is None else Decimal(usd) - Decimal(kept_usd or 0)
         tokens = None if tokens is None else tokens - (kept or 0)
     calls, tools = budget.max_model_calls, budget.max_tool_calls
     ledger.set_ceilings(

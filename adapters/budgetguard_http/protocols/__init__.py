@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 from budgetguard_http.protocols.anthropic_messages import AnthropicMessages
 from budgetguard_http.protocols.bedrock_converse import BedrockConverse
 from budgetguard_http.protocols.embeddings import Embeddings, GeminiEmbeddings
+from budgetguard_http.protocols.fields import Body
 from budgetguard_http.protocols.gemini import Gemini
 from budgetguard_http.protocols.ollama import Ollama
 from budgetguard_http.protocols.openai_chat import Completions, Mistral, OpenAIChat
 from budgetguard_http.protocols.openai_responses import OpenAIResponses
-from budgetguard_http.protocols.protocol import ApiProtocol, Body
+from budgetguard_http.protocols.protocol import ApiProtocol
 
 __all__ = ["CHAT", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "protocol_of"]
 

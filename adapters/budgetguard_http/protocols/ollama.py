@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from budgetguard_http.protocols.fields import Body, record, text_or_none
 from budgetguard_http.protocols.openai_chat import ChatReader
-from budgetguard_http.protocols.protocol import (
-    ApiProtocol,
-    Body,
-    Event,
-    Paths,
-    Prompted,
-    Result,
-    Turn,
-    at,
-    record,
-    records,
-    text_or_none,
-    usage_in,
-)
+from budgetguard_http.protocols.protocol import ApiProtocol, Event, Paths, usage_in
 
 
 class OllamaReader(ChatReader):
@@ -32,25 +17,23 @@ class OllamaReader(ChatReader):
         message = record(data.get("message")) or {"content": data.get("response")}
         super().take(name, {"choices": [{"index": self._lines, "message": message}]})
         self._lines += 1
-        self.answer.writes(message.get("thinking"))
-        self.answer.model = text_or_none(data.get("model"))
+        self.writes(message.get("thinking"))
+        self.model = text_or_none(data.get("model"))
         if data.get("done"):
-            self.answer.usage = usage_in(data)
-            self.answer.is_cut = data.get("done_reason") == "length"
-            self.end()
+            self.usage = usage_in(data)
+            self.is_cut = data.get("done_reason") == "length"
             self.is_settled = True
         return False
 
     def closing(self, text: str) -> list[Event]:
         """Return the piece that ends it."""
-        said = "" if self.answer.said else text
-        return self.protocol.synthetic_stream(self.request, self.answer.model or "", said, {})
+        said = "" if self.said else text
+        return self.protocol.synthetic_stream(self.request, self.model or "", said, {})
 
 
 class Ollama(ApiProtocol):
     """`/api/chat`, with messages as chat completions have them, and `/api/generate`."""
 
-    name = "ollama"
     paths = Paths(
         messages="messages",
         system="system",
@@ -64,21 +47,11 @@ class Ollama(ApiProtocol):
         """Return whether the answer is streamed, which is the default."""
         return body.get("stream") is not False
 
-    def prompt(self, body: Body) -> Prompted:
+    def prompt(self, body: Body) -> Body:
         """Return messages, or a prompt, and the tools."""
-        return super().prompt(body)._replace(messages=body.get("messages") or body.get("prompt"))
+        return {**super().prompt(body), "messages": body.get("messages") or body.get("prompt")}
 
-    def turn(self, message: Body) -> Turn:
-        """Read a message; calls have names and no ids."""
-        role, content = message.get("role"), message.get("content")
-        if role == "tool":
-            name = text_or_none(message.get("tool_name"))
-            return Turn(role, results=(Result(None, content, name=name),))
-        calls = records(message.get("tool_calls"))
-        names = tuple(text_or_none(at(one, "function.name")) for one in calls)
-        return Turn(role, str(content or ""), names)
-
-    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body:
+    def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return an answer whose usage is zero; its clients' types take no field of ours."""
         said: Body = {"message": {"role": "assistant", "content": text}}
         if "messages" not in body:
@@ -87,9 +60,7 @@ class Ollama(ApiProtocol):
         made = {"model": model, "created_at": "1970-01-01T00:00:00Z", **said, "done": True}
         return {**made, "done_reason": "stop", **figures}
 
-    def synthetic_stream(
-        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
-    ) -> list[Event]:
+    def synthetic_stream(self, body: Body, model: str, text: str, mark: Body) -> list[Event]:
         """Return a line with the text, and the last one, of which clients take no text."""
         said = self.synthetic(body, model, text, mark)
         begun = {name: said[name] for name in said if not name.endswith(("reason", "count"))}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
-from pydantic_core import from_json
+from budgetguard_core.kit import (
+    CHAT,
+    Converse,
+    Dialect,
+    TokenUsage,
+    ToolCall,
+    Turn,
+    merge_usage,
+    token_usage,
+)
+from budgetguard_http.protocols.fields import Body, at, count_or_none, items, record, text_or_none
 
-from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, token_usage
-
-Body: TypeAlias = dict[str, Any]
 Event: TypeAlias = tuple[str, Any]
 """One event of a stream: its name (empty where the format has none) and its data."""
-
 Form: TypeAlias = Literal["text", "json", "tool"]
 """What a request asks for: any text, JSON of some kind, or a call of a tool in any case."""
 MARK: Final = "budgetguard"
@@ -24,10 +27,26 @@ MARK: Final = "budgetguard"
 SYNTHETIC_ID: Final = "synthetic"
 _MOST: Final = 128
 """Choices that a provider gives at most."""
+_ANY_TOOL: Final = ("required", "any", "ANY")
+_ONE_TOOL: Final = ("function", "custom", "tool", "any")
+_NO_JSON: Final = ("text", "text/plain")
+_NOBODYS: Final = Turn("system")
 
 
-class Answer:
-    """The facts of one answer, whole or streamed so far.
+class Result(NamedTuple):
+    """The result of a tool call, as a request sends it back to the model."""
+
+    id: str
+    content: Any
+    is_error: bool
+
+
+class Reader:
+    """One answer, whole or streamed so far; as it stands, its usage alone.
+
+    Args:
+        protocol: Its format.
+        request: The request that it answers.
 
     Attributes:
         usage: What the provider reported.
@@ -35,9 +54,12 @@ class Answer:
         id: The answer's id, where a next request can refer to it.
         text: All that the model wrote, reasoning and arguments of tool calls included.
         said: Of it, what the reply says to the user.
-        calls: The tool calls that it asks for.
+        calls: The tool calls that it asks for, when it has ended.
         hosted: The tool calls that the provider has run itself.
         is_cut: It ended at its completion bound.
+        is_settled: The last figures have come: a client may stop reading here, and never close.
+        has_calls: A tool call was begun: an answer that is cut then has no good end.
+        hides_usage: Its client did not ask for the usage, and does not get it.
     """
 
     # What many have in common is the class's: one is made for each call.
@@ -45,106 +67,104 @@ class Answer:
     model: str | None = None
     id: str | None = None
     is_cut: bool = False
+    is_settled: bool = False
+    has_calls: bool = False
+    hides_usage: bool = False
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: ApiProtocol, request: Body) -> None:
+        self.protocol = protocol
+        self.request = request
         self.text: list[str] = []
         self.said: list[str] = []
         self.calls: list[ToolCall] = []
         self.hosted: list[ToolCall] = []
+        self.begun: dict[Any, tuple[ToolCall, list[str]]] = {}
+
+    def whole(self, body: Body) -> None:
+        """Take a whole answer."""
+        self.take("", body)
+        if self.usage is not None and not self.protocol.is_turn:
+            # There is no completion that could be missing.
+            self.usage = self.usage._replace(estimated=False)
+
+    def take(self, name: str, data: Body) -> bool | None:
+        """Take an event; True where its client does not get it."""
+        self.usage = merge_usage(self.usage, usage_in(data))
+        self.model = text_or_none(data.get("model")) or self.model
+        return None
+
+    def end(self) -> None:
+        """Take the end of the stream, which may come without saying so; safe to call again."""
+        if self.begun:
+            for call, pieces in self.begun.values():
+                call.arguments = "".join(pieces) or call.arguments
+            self.calls = [call for call, _ in self.begun.values()]
+
+    def closing(self, text: str) -> list[Event] | None:
+        """Return the events that end a cut stream in good order, with a text if it said nothing."""
+        return None
 
     def says(self, text: object) -> None:
         """Take in a piece of the reply's own text."""
-        if isinstance(text, str) and text:
+        if text and isinstance(text, str):
             self.said.append(text)
             self.text.append(text)
 
     def writes(self, text: object) -> None:
         """Take in what is written and not said: reasoning, arguments."""
-        if isinstance(text, str) and text:
-            self.text.append(text)
+        if text:
+            self.text.append(str(text))
+
+    def begins(self, key: Any, call: Body, arguments: Any = None, *, hosted: bool = False) -> None:
+        """Take in a tool call that begins; its arguments may come in pieces, under its key."""
+        made = ToolCall(
+            name=str(call.get("name") or ""),
+            arguments=arguments,
+            id=text_or_none(call.get("id") or call.get("toolUseId")),
+            kind="hosted" if hosted else "function",
+        )
+        if hosted:
+            self.hosted.append(made)
+        else:
+            self.begun[key], self.has_calls = (made, []), True
+            self.writes(arguments)
+
+    def continues(self, key: Any, piece: object) -> None:
+        """Take in a piece of a call's arguments."""
+        if piece and isinstance(piece, str):
+            self.text.append(piece)
+            if key in self.begun:
+                self.begun[key][1].append(piece)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of a tool call, as a request sends it back to the model."""
-
-    id: str | None
-    content: Any
-    is_error: bool = False
-    name: str | None = None
-
-
-class Turn(NamedTuple):
-    """One turn of a conversation, as a request holds it.
+class BlockReader(Reader):
+    """Reads an answer whose stream opens and closes blocks, one after the other.
 
     Attributes:
-        role: `assistant`, `user` or `tool`; anything else is nobody's.
-        text: What it says.
-        calls: The ids of the tool calls of an assistant, or their names where they have none.
-        results: The results that it brings.
+        index_field: The field of an event that tells its block.
     """
 
-    role: object
-    text: str = ""
-    calls: tuple[str | None, ...] = ()
-    results: tuple[Result, ...] = ()
+    index_field: ClassVar[str]
+    _open: int | None = None
+    _next = 0
 
-    @property
-    def marks(self) -> tuple[str | None, ...]:
-        """The marks that tell a reply from others: its calls, or its text."""
-        return self.calls or (self.text.strip(),)
+    def index(self, name: str, data: Body) -> int:
+        """Return the block of an event, and note whether it is open."""
+        index = count_or_none(data.get(self.index_field)) or 0
+        if self.index_field in data:
+            self._open = None if name.lower().endswith("stop") else index
+            self._next = max(self._next, index + 1)
+        return index
 
-    @property
-    def words(self) -> str | None:
-        """The words of the user; None for anybody else's, and for a bundle of results."""
-        is_users = self.role == "user" and (self.text or not self.results)
-        return self.text if is_users else None
-
-
-class Prompted(NamedTuple):
-    """The prompt of a request, for its projection."""
-
-    messages: Any
-    system: Any = None
-    tools: Any = ()
-    output_schema: Any = None
-
-
-class Reader:
-    """Reads one answer, whole or on its way; as it stands, the usage alone."""
-
-    def __init__(
-        self, answer: Answer, protocol: ApiProtocol, request: Body, *, hides_usage: bool
-    ) -> None:
-        self.answer = answer
-        self.protocol = protocol
-        self.request = request
-        self.hides_usage = hides_usage
-        self.parts: dict[Any, Body] = {}
-        """What has come of each tool call."""
-        self.is_settled = False
-        """The last figures have come: a client may stop reading here, and never close."""
-        self.has_calls = False
-        """A tool call was begun: an answer that is cut then has no good end."""
-
-    def whole(self, body: Body) -> None:
-        """Take a whole answer."""
-        self.take("", body)
-        self.end()
-
-    def take(self, name: str, data: Body) -> bool | None:
-        """Take an event; True where its client does not get it."""
-        self.answer.usage = merge_usage(self.answer.usage, usage_in(data))
-        self.answer.model = text_or_none(data.get("model")) or self.answer.model
-        return None
-
-    def end(self) -> None:
-        """Take the end of the stream, which may come without saying so; safe to call again."""
-        self.is_settled = True
-
-    def closing(self, text: str) -> list[Event] | None:
-        """Return the events that end a cut stream in good order, with a text if it said nothing."""
-        return None
+    def closing(self, text: str) -> list[Event]:
+        """Close the open block and the message."""
+        _, *events = self.protocol.synthetic_stream({}, self.model or "", text, {})
+        field = self.index_field
+        block = [(name, {**data, field: self._next}) for name, data in events if field in data]
+        name, stop = block[-1]
+        closed = [] if self._open is None else [(name, {**stop, field: self._open})]
+        end = [(name, data) for name, data in events if field not in data]
+        return [*closed, *([] if self.said else block), *end]
 
 
 class Paths(NamedTuple):
@@ -157,16 +177,22 @@ class Paths(NamedTuple):
     bound: str = ""
     thinking: str = ""
     """The tokens that thinking may take of the bound, which has to be larger."""
+    choices: str = ""
+    """How many answers are asked for, each as long as the bound lets it be."""
+    tool_choice: str = ""
     forced_tool: str = ""
     """The tool that the model has to call: the request's structured output."""
+    follows: str = ""
+    """The id of the answer after which the provider keeps the conversation."""
 
 
 class ApiProtocol:
     """One protocol; as it stands, that of whatever costs something and is not understood."""
 
-    name: ClassVar[str] = "opaque"
     provider: ClassVar[str | None] = None
     paths: ClassVar[Paths] = Paths()
+    dialect: ClassVar[Dialect] = CHAT
+    """How its messages are read and written."""
     reader_type: ClassVar[type[Reader]] = Reader
     model_in_path: ClassVar[re.Pattern[str] | None] = None
     stream_paths: ClassVar[tuple[str, ...]] = ()
@@ -178,11 +204,6 @@ class ApiProtocol:
     """A model may refuse to answer in JSON: so does the synthetic answer."""
 
     # The request
-
-    @property
-    def is_conversation(self) -> bool:
-        """True if a request is a part of a conversation, though it may hold no turn of it."""
-        return bool(self.paths.messages)
 
     def model(self, path: str, body: Body) -> str | None:
         """Return the model's name, which the address may hold."""
@@ -213,67 +234,77 @@ class ApiProtocol:
         return self.min_output_tokens if thinking is None else thinking + 1
 
     def choices(self, body: Body) -> int:
-        """Return how many answers are asked for, each as long as the bound lets it be."""
-        return 1
+        """Return how many answers are asked for."""
+        return count_or_none(at(body, self.paths.choices)) or 1
 
-    def prompt(self, body: Body) -> Prompted:
-        """Return what the prompt is made of."""
+    def prompt(self, body: Body) -> Body:
+        """Return what the prompt is made of, as `Prompt.project` takes it."""
         paths = self.paths
-        return Prompted(
-            at(body, paths.messages) if paths.messages else [body],
-            system=at(body, paths.system),
-            tools=items(at(body, paths.tools)),
-            output_schema=at(body, paths.schema),
-        )
+        return {
+            "messages": at(body, paths.messages) if paths.messages else [body],
+            "system": at(body, paths.system),
+            "tools": items(at(body, paths.tools)),
+            "output_schema": at(body, paths.schema),
+        }
 
     def turns(self, body: Body) -> list[Any]:
         """Return the messages of the conversation, system messages included."""
         return items(at(body, self.paths.messages))
 
-    def turn(self, message: Body) -> Turn:
-        """Read a message."""
-        return Turn(message.get("role"), written(message.get("content")))
+    def turn(self, message: Any) -> Turn:
+        """Read a message; one that its provider will refuse is nobody's."""
+        try:
+            return self.dialect.read(message)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return _NOBODYS
 
     def results(self, body: Body) -> list[Result]:
         """Return the results of tools that the request brings since the model's last reply."""
         found: list[Result] = []
         for message in reversed(self.turns(body)):
-            turn = self.turn(record(message))
+            turn = self.turn(message)
             if turn.role == "assistant":
                 break
-            found[:0] = turn.results
+            pairs = zip(turn.results, turn.raw_results, strict=True)
+            found[:0] = [_result(id_, raw) for (id_, _), raw in pairs]
         return found
 
     def follows(self, body: Body) -> str | None:
         """Return the id of the answer after which the provider keeps the conversation."""
-        return None
+        return text_or_none(at(body, self.paths.follows))
 
-    def answer_turn(self, text: str) -> Body:
+    def answer_turn(self, text: str) -> Any:
         """Return an answer as a turn of the conversation."""
-        return {"role": "assistant", "content": text}
+        written = self.dialect.words("assistant", [text])
+        return written[0] if items(written) else written
 
     def add_nudge(self, body: Body, text: str) -> None:
         """Put a corrective message into the last tool result; else it is a message of its own."""
-        turns = self.turns(body)
-        last = record(turns[-1] if turns else None)
-        if last.get("role") == "tool" and isinstance(last.get("content"), str):
-            last["content"] += f"\n\n{text}"
-        else:
+        turns = body[self.paths.messages] = self.turns(body)
+        last = record(turns[-1]) if turns and self.turn(turns[-1]).results else {}
+        place = next((name for name in ("content", "output") if text_or_none(last.get(name))), None)
+        if place is None:
             turns.append({"role": "user", "content": text})
-
-    def must_call(self, body: Body) -> bool:
-        """Return whether the request asks for a call of a tool in any case."""
-        return self.forced_tool(body) is not None
+        else:
+            last[place] += f"\n\n{text}"
 
     def form(self, body: Body) -> Form:
         """Return what form of answer the request asks for."""
-        if self.must_call(body):
-            return "tool"
-        return "json" if at(body, self.paths.schema) else "text"
+        choice, schema = at(body, self.paths.tool_choice), at(body, self.paths.schema)
+        if choice:
+            mode = choice if isinstance(choice, str) else at(choice, "mode allowed_tools.mode")
+            is_one = not {"tool", "any"}.isdisjoint(record(choice))  # Bedrock's
+            if is_one or mode in _ANY_TOOL or at(choice, "type") in _ONE_TOOL:
+                return "tool"
+        is_json = schema and schema not in _NO_JSON and at(schema, "type") not in _NO_JSON
+        return "json" if is_json else "text"
 
     def forced_tool(self, body: Body) -> str | None:
         """Return the tool that the model has to call: the request's structured output."""
-        return text_or_none(at(body, self.paths.forced_tool))
+        if self.form(body) != "tool":
+            return None
+        named = at(body, self.paths.forced_tool)
+        return text_or_none(named[0] if items(named) and len(named) == 1 else named)
 
     def ask_for_usage(self, body: Body) -> bool:
         """Ask for the usage of a stream; False where it comes by itself or was asked for."""
@@ -281,49 +312,43 @@ class ApiProtocol:
 
     # The answer
 
-    def synthetic(self, body: Body, model: str, text: str, mark: Mapping[str, Any]) -> Body | None:
+    def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body | None:
         """Return a whole answer without tool calls; None where the format has none."""
         return None
 
-    def synthetic_stream(
-        self, body: Body, model: str, text: str, mark: Mapping[str, Any]
-    ) -> list[Event]:
+    def synthetic_stream(self, body: Body, model: str, text: str, mark: Body) -> list[Event]:
         """Return the same as a stream, in one chunk as a rule."""
         whole = self.synthetic(body, model, text, mark)
         return [] if whole is None else [("", whole)]
 
 
-# `isinstance`, for values that nothing is known of: the type checkers follow it no further.
-_is_a: Callable[[Any, Any], bool] = isinstance
+class OfBlocks(ApiProtocol):
+    """A protocol whose messages are lists of blocks, with the results among the user's."""
 
+    dialect = Converse()
+    block: ClassVar[Body] = {}
+    """What a block of text has beside its text."""
+    blocks_of: ClassVar[tuple[str, str]] = ("assistant", "content")
+    """The role of the model, and the name of a message's blocks."""
 
-def text_or_none(value: object) -> str | None:
-    """Return a text that is not empty; None for anything else."""
-    return value if isinstance(value, str) and value else None
+    def answer_turn(self, text: str) -> Any:
+        """Return an answer as a turn of the conversation."""
+        role, name = self.blocks_of
+        return {"role": role, name: [{**self.block, "text": text}]}
 
+    def add_nudge(self, body: Body, text: str) -> None:
+        """Put a corrective message at the end of the last message, which is the user's.
 
-def repeated(one: Body, count: int) -> list[Body]:
-    """Return a choice as often as it was asked for."""
-    return [{**one, "index": n} for n in range(min(count, _MOST))]
-
-
-def count_or_none(value: object) -> int | None:
-    """Return a positive whole number; None for anything else."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    return None
-
-
-def parsed(content: bytes) -> Body | None:
-    """Return the object of a JSON; None for what is none."""
-    try:
-        made: Any = from_json(content)
-    except ValueError:  # in UTF-16, with a mark of its order, or with half a pair of surrogates
-        try:
-            made = json.loads(content)
-        except (ValueError, RecursionError):
-            return None
-    return made if _is_a(made, dict) else None
+        In Converse it is at the end of the last result: not every model takes a text beside those.
+        """
+        turns, name = self.turns(body), self.blocks_of[1]
+        last = record(turns[-1] if turns else None)
+        blocks = items(last.get(name))
+        if blocks:
+            place = items(at(blocks[-1], "toolResult.content")) or blocks
+            place.append({**self.block, "text": text})
+        else:
+            last[name] = f"{last.get(name) or ''}\n\n{text}"
 
 
 def usage_in(body: Body) -> TokenUsage | None:
@@ -332,36 +357,14 @@ def usage_in(body: Body) -> TokenUsage | None:
     return (token_usage(held) if held else None) or token_usage(body)
 
 
-def items(value: Any) -> list[Any]:
-    """Return a list; an empty one for anything else."""
-    return value if _is_a(value, list) else []
+def repeated(one: Body, count: int) -> list[Body]:
+    """Return a choice as often as it was asked for."""
+    return [{**one, "index": n} for n in range(min(count, _MOST))]
 
 
-def record(value: Any) -> Body:
-    """Return an object of JSON; an empty one for anything else."""
-    return value if _is_a(value, dict) else {}
-
-
-def records(value: Any) -> list[Body]:
-    """Return the objects of a list; an empty one in the place of anything else."""
-    return [record(one) for one in items(value)]
-
-
-def at(value: Any, paths: str) -> Any:
-    """Return what stands at a dotted path in objects; of several paths, at the first that holds."""
-    found: Any = None
-    for path in paths.split():
-        found = value
-        for name in path.split("."):
-            found = record(found).get(name)
-        if found:
-            return found
-    return found
-
-
-def written(content: object) -> str:
-    """Return the text of a message's content: a text, or blocks with texts in them."""
-    if isinstance(content, str):
-        return content
-    texts = (block.get("text") for block in records(content))
-    return "".join(text for text in texts if isinstance(text, str))
+def _result(id_: str, raw: Body) -> Result:
+    """Read a result in the form of any format."""
+    told: Body = at(raw, "toolResult functionResponse function_response") or raw
+    content = next((told[name] for name in ("content", "output", "response") if name in told), None)
+    is_failed = told.get("is_error") or told.get("status") == "error"
+    return Result(id_, content, bool(is_failed) or "error" in record(told.get("response")))

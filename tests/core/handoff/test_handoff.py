@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import hmac
 import json
 import multiprocessing
 import queue
@@ -17,17 +19,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from budgetguard_core import Budget, ConfigurationError
-from budgetguard_core.handoff import Fallback, Folder, HandedOver, Handoff, Webhook, is_signed
+from budgetguard_core.handoff import Fallback, Folder, HandedOver, Handoff, Webhook
 from budgetguard_core.kit import Envelope, ModelCall, Stop, TokenUsage
-from budgetguard_core.testing import ManualClock
 
-SECRET = "a secret of both sides"
+KEY = b"a secret of both sides, random"
+SECRET = f"whsec_{base64.b64encode(KEY).decode()}"
 MESSAGES = [
     {"role": "user", "content": "Go."},
     {"role": "assistant", "content": "One."},
     {"role": "user", "content": "More."},
     {"role": "assistant", "content": "Two."},
 ]
+
+
+def is_signed(headers, body):
+    """As https://www.standardwebhooks.com says, with nothing of ours."""
+    signed = f"{headers['Webhook-Id']}.{headers['Webhook-Timestamp']}.".encode() + body
+    right = base64.b64encode(hmac.digest(KEY, signed, "sha256")).decode()
+    return headers["Webhook-Signature"] == f"v1,{right}"
 
 
 def stopped(handoff=None, messages=MESSAGES):
@@ -147,26 +156,11 @@ def test_a_webhook_is_signed_and_tried_again_with_the_same_name():
     with Receiver(503, 429, 200) as receiver:
         assert not delivered(Webhook(receiver.url, SECRET, pause=waits.append)).errors
     assert waits == [0.5, 1.0]
-    assert len({headers["X-Budgetguard-Delivery"] for _, headers, _ in receiver.got}) == 1
+    assert len({headers["Webhook-Id"] for _, headers, _ in receiver.got}) == 1
     _, headers, body = receiver.got[-1]
-    header = headers["X-Budgetguard-Signature"]
-    assert is_signed(body, header, SECRET)
-    assert not is_signed(body + b" ", header, SECRET)
-    assert not is_signed(body, header, SECRET + "!")
+    assert is_signed(headers, body)
+    assert not is_signed(headers, body + b" ")
     assert json.loads(body)["messages"] == MESSAGES
-
-
-def test_an_old_signature_and_none_are_refused():
-    clock = ManualClock()
-    with Receiver() as receiver:
-        Webhook(receiver.url, SECRET, clock=clock)(HandedOver(stopped()))
-    ((_, headers, body),) = receiver.got
-    header = headers["X-Budgetguard-Signature"]
-    assert is_signed(body, header, SECRET, clock=clock)
-    clock.advance(301)
-    assert not is_signed(body, header, SECRET, clock=clock)
-    for wrong in (None, "", "t=,v1=", "t=x,v1=0", "t=-1,v1=0", "v1=0", "t=1", "t=²,v1=é"):
-        assert not is_signed(body, wrong, SECRET)
 
 
 @pytest.mark.parametrize(("code", "calls"), [(400, 1), (302, 1), (500, 3)])
@@ -177,13 +171,6 @@ def test_what_is_refused_is_reported_and_no_redirection_is_followed(code, calls)
     assert {path for path, _, _ in receiver.got} == {"/runs"}
     (error,) = handoff.errors
     assert f"HTTP Error {code}" in error
-
-
-def test_a_server_that_is_not_there_is_reported():
-    with Receiver() as receiver:
-        url = receiver.url
-    handoff = delivered(Webhook(url, SECRET, retries=1, pause=lambda _: None, seconds=5))
-    assert "URLError" in handoff.errors[0]
 
 
 def test_a_fallback_goes_on_with_the_last_turns_under_its_own_budget():
@@ -212,14 +199,6 @@ def test_a_fallback_goes_on_with_the_last_turns_under_its_own_budget():
     assert Fallback(lambda *_: "Done.", Budget(max_iterations=1))(HandedOver(stopped())) == "Done."
 
 
-def test_objects_of_a_framework_become_plain_data():
-    outcome = stopped(messages=[Budget(max_iterations=1), object(), "text"])
-    plain = HandedOver(outcome).to_json()["messages"]
-    assert plain[0]["max_iterations"] == 1
-    assert plain[1].startswith("<object")
-    assert plain[2] == "text"
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -231,7 +210,7 @@ def test_objects_of_a_framework_become_plain_data():
         (lambda: Webhook("http://example.com/", SECRET), "url must be https"),
         (lambda: Webhook("file:///etc/passwd", SECRET), "url must be https"),
         (lambda: Webhook("runs", SECRET), "got none"),
-        (lambda: Webhook("https://example.com/", "short"), "16 characters"),
+        (lambda: Webhook("https://example.com/", "short"), "24 or more bytes"),
         (lambda: Webhook("https://example.com/", SECRET, seconds=0), "seconds must be"),
         (lambda: Webhook("https://example.com/", SECRET, retries=-1), "retries must be"),
         (lambda: Fallback(print, Budget()), "Budget with a cap"),
@@ -340,7 +319,7 @@ def test_one_message_that_is_no_data_does_not_keep_back_the_others():
     with Receiver() as receiver:
         Webhook(receiver.url, SECRET)(handed)
     ((_, headers, body),) = receiver.got
-    assert is_signed(body, headers["X-Budgetguard-Signature"], SECRET)
+    assert is_signed(headers, body)
     assert json.loads(body)["messages"] == plain
 
 

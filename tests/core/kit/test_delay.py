@@ -9,12 +9,7 @@ import threading
 import pytest
 
 from budgetguard_core import Budget, ConfigurationError, Guard, StopReason
-from budgetguard_core.breakers import (
-    BreakerRegistry,
-    BulkheadConfig,
-    RateLimit,
-    VelocityLimits,
-)
+from budgetguard_core.breakers import BreakerRegistry, BulkheadConfig, RateLimit, VelocityLimits
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.kit import NOT_EXECUTED, Envelope, ModelCall, OpenModelCall, Stop, ToolCall
 from budgetguard_core.kit.delay import waited
@@ -136,19 +131,10 @@ def test_a_place_that_is_granted_while_one_looks_is_taken():
     place = second.tickets[0].breakers.queued
     run.start(first)
 
-    def granted(wake):
-        del wake
-        run.finished(first, "r")
-
-    place.__class__ = type(
-        "Eager", (type(place),), {"__slots__": (), "on_granted": granted_by(granted)}
-    )
+    wake = property(lambda self: lambda: None, lambda self, wake: run.finished(first, "r"))
+    place.__class__ = type("Eager", (type(place),), {"wake": wake})
     assert run_blocking(waited(run, second)) is None
     assert run.start(second) is None
-
-
-def granted_by(do):
-    return lambda self, wake: do(wake)
 
 
 @ways
