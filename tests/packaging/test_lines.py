@@ -10,13 +10,13 @@ CORE = "budgetguard_core"
 # Files of an area, and its limit. Where an area is still being cut down, the limit is its
 # present size and the figure behind it is where it has to come to.
 AREAS = {
-    "engine": ([f"{CORE}/*.py"], 8_739, 7_200),
+    "engine": ([f"{CORE}/*.py"], 8_736, 7_200),
     "kit": ([f"{CORE}/kit/**/*.py"], 6_419, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 3_309, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_300, 1_300),
     "profiles, telemetry, handoff": (
         [f"{CORE}/{name}/**/*.py" for name in ("profiles", "telemetry", "handoff")],
-        1_730,
+        1_727,
         1_500,
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
