@@ -11,7 +11,7 @@ CORE = "budgetguard_core"
 # present size and the figure behind it is where it has to come to.
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 8_736, 7_200),
-    "kit": ([f"{CORE}/kit/**/*.py"], 6_419, 5_400),
+    "kit": ([f"{CORE}/kit/**/*.py"], 6_448, 5_400),
     "ledger": ([f"{CORE}/ledger/**/*.py"], 3_309, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_300, 1_300),
     "profiles, telemetry, handoff": (
@@ -19,7 +19,7 @@ AREAS = {
         1_727,
         1_500,
     ),
-    "testing": ([f"{CORE}/testing/**/*.py"], 4_077, 3_000),
+    "testing": ([f"{CORE}/testing/**/*.py"], 3_523, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 4_820, 2_700),
     "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_831, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_052, 1_500),
