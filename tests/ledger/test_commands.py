@@ -181,7 +181,7 @@ def test_json_of_the_rest(sqlite, opened):
     assert run(sqlite, "ledger", "check", "--json").stdout == ""
     assert run(sqlite, "ledger", "reconcile", "--json").stdout == ""
     with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
-        db.execute("UPDATE bg_windows SET charged = '0 0 0 0' WHERE label LIKE 'd%'")
+        db.execute("UPDATE bg_windows SET charged1 = 0 WHERE label LIKE 'd%'")
         db.commit()
     damaged = run(sqlite, "ledger", "check", "--json")
     assert damaged.exit_code == 1
@@ -235,7 +235,7 @@ def test_check_and_adopt(sqlite, place, opened):
     assert "adopted: ledger" in run(place, "ledger", "adopt").output
     opened(sqlite).reserve("acme", usd=1)
     with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
-        db.execute("UPDATE bg_windows SET charged = '0 0 0 0'")
+        db.execute("UPDATE bg_windows SET charged1 = 0")
         db.commit()
     damaged = run(sqlite, "ledger", "check")
     assert damaged.exit_code == 1
