@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -347,6 +347,19 @@ class Budget(Settings, metaclass=_OwnNames):
             amounts = cast("Mapping[str, Any]", reserve)
             fields["finalize_reserve"] = _with_dollars(amounts, "cost_usd")
         return cls(**fields)
+
+
+class Caps(TypedDict, total=False):
+    """The caps that `Guard.extend` raises."""
+
+    max_iterations: int
+    max_model_calls: int
+    max_tool_calls: int
+    max_total_tokens: int
+    max_input_tokens: int
+    max_output_tokens: int
+    max_seconds: float
+    max_cost_usd: Decimal | float
 
 
 Budget.__signature__ = Signature(

@@ -244,6 +244,11 @@ class Stop:
     trip: Trip
     message: str = NOT_EXECUTED
 
+    @property
+    def reason(self) -> StopReason:
+        """Why the run ends."""
+        return self.trip.reason
+
 
 ModelDecision: TypeAlias = Admit | Nudge | Stop
 """The answer to whether a model call may start."""

@@ -17,8 +17,6 @@ from budgetguard_core.budget import ProfileId
 from budgetguard_core.decision import (
     Admit,
     ModelCall,
-    Refuse,
-    Stop,
     ToolCall,
     ToolDecision,
     ToolKind,
@@ -32,12 +30,6 @@ FORMAT_VERSION = 1
 
 Readers refuse a field that they do not know: from the first release on, a new field is a version.
 """
-
-_ANSWERS: dict[type, Literal["admit", "refuse", "stop"]] = {
-    Admit: "admit",
-    Refuse: "refuse",
-    Stop: "stop",
-}
 
 
 class EventBase(BaseModel):
@@ -204,17 +196,11 @@ class ToolCallRequested:
                 kind=call.kind,
                 fingerprint=call.fingerprint or "",
                 arguments=call.arguments if log_arguments else None,
-                decision=_ANSWERS[type(decision)],
-                reason=_reason_of(decision),
+                decision=type(decision).__name__.lower(),  # type: ignore[arg-type]
+                reason=None if isinstance(decision, Admit) else decision.reason,
             )
             for call, decision in zip(calls, decisions, strict=True)
         )
-
-
-def _reason_of(decision: ToolDecision) -> StopReason | None:
-    if isinstance(decision, Admit):
-        return None
-    return decision.reason if isinstance(decision, Refuse) else decision.trip.reason
 
 
 class ToolCallsRequested(EventBase):

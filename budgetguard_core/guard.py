@@ -10,25 +10,27 @@ from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias, TypedDict, Unpack
 
 from budgetguard_core import events
 from budgetguard_core.assembly import plugs_of
-from budgetguard_core.budget import Budget
+from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
+from budgetguard_core.budget import Budget, Caps
 from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.decision import Admit, ModelCall, ModelDecision, ToolCall, ToolDecision
 from budgetguard_core.errors import AdapterError, text_of
 from budgetguard_core.housekeeping import Housekeeping, activated
+from budgetguard_core.masking import fingerprint_reply
 from budgetguard_core.model_calls import ModelCalls
 from budgetguard_core.outcome import Outcome, ToolCallRecord
 from budgetguard_core.pricing import PriceBook
 from budgetguard_core.restoring import restored, snapshot_of
 from budgetguard_core.run_clock import RunClock
 from budgetguard_core.run_log import followed
-from budgetguard_core.run_state import RunState, check_options, refuse_unknown
+from budgetguard_core.run_state import WITHDRAWN, RunState, check_options, refuse_unknown
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
 from budgetguard_core.stop import Trip, Violation
 from budgetguard_core.stop_state import Mode as Mode
 from budgetguard_core.stop_state import ModeName, as_mode
-from budgetguard_core.tool_calls import ToolCalls
+from budgetguard_core.tool_calls import NAME_LENGTH, ToolCalls
 from budgetguard_core.tree import Tree, as_price_book, as_sink
 from budgetguard_core.usage import TokenUsage, Usage
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 WarningEvent: TypeAlias = events.LimitNearlyReached
 """What `on_warning` is called with."""
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
+_OF_OUTCOME = ("status", "stop_reason", "finalized", "profile", "usage")
 _Sinks: TypeAlias = Iterable[Sink | Callable[[events.Event], object]] | None
 
 
@@ -50,19 +53,6 @@ class RunOptions(TypedDict, total=False):
     breakers: BreakerRegistry | None
     ledger: Ledger | str | None
     tenant: Tenant | None
-
-
-class Caps(TypedDict, total=False):
-    """The caps that `Guard.extend` raises."""
-
-    max_iterations: int
-    max_model_calls: int
-    max_tool_calls: int
-    max_total_tokens: int
-    max_input_tokens: int
-    max_output_tokens: int
-    max_seconds: float
-    max_cost_usd: Decimal | float
 
 
 class Guard:
@@ -372,9 +362,21 @@ class Guard:
             False when the call was settled or withdrawn before.
         """
         guard: Guard = ticket.guard
-        tool = isinstance(ticket.call, ToolCall)
-        part = guard._tool_calls if tool else guard._model_calls
-        return guard.state.withdraw(ticket, part, waits=waits)
+        tree, state = guard.tree, guard.state
+        with tree.lock:
+            if tree.open.pop(ticket.call_id, None) is not ticket:
+                return False
+            now = tree.now()
+            state.end_holds(ticket, WITHDRAWN, now)
+            if isinstance(ticket.call, ToolCall):
+                guard._tool_calls.withdraw(ticket, now, waits=waits)
+            else:
+                guard._model_calls.withdraw(ticket, now)
+            tree.keep_time(state.chain, now)
+        for hold in ticket.holds:
+            hold.settle(WITHDRAWN, ticket)
+        tree.deliver()
+        return True
 
     # Telling
 
@@ -384,7 +386,11 @@ class Guard:
 
     def user_turn(self) -> None:
         """Begin a user's turn: the same call again is no repetition any more."""
-        self.state.user_turn()
+        with self.tree.step() as now:
+            for one in (self.state.detector, *self.state.own_plugs):
+                if one is not None:
+                    one.user_turn()
+            self.state.record(events.UserTurned, now)
 
     def report_reply(
         self, text: str, *, speaker: str | None = None, fingerprint: str | None = None
@@ -396,7 +402,14 @@ class Guard:
             speaker: Who said it, where several speak: an agent's or a node's name.
             fingerprint: The text's fingerprint, where it is known already (replay).
         """
-        self.state.take_reply(text, speaker, fingerprint)
+        detector = self.state.detector
+        if detector is None or not (fingerprint or text.strip()):
+            return
+        fingerprint = fingerprint or fingerprint_reply(text)
+        with self.tree.step() as now:
+            detector.observe_reply(speaker, "", fingerprint=fingerprint)
+            name = None if speaker is None else speaker[:NAME_LENGTH]
+            self.state.record(events.ReplyReported, now, fingerprint=fingerprint, speaker=name)
 
     def report_progress(self, arguments: object) -> str:
         """Take in what the model says of its work: the body of the tool `report_progress`.
@@ -408,7 +421,13 @@ class Guard:
         Returns:
             The tool's result. Without `Budget.progress` nothing is done with it.
         """
-        return self.state.take_report(arguments)
+        report = arguments if isinstance(arguments, ProgressReport) else read_report(arguments)
+        if isinstance(report, str):
+            return report
+        with self.tree.step() as now:
+            if any(plug.note(report) for plug in self.state.own_plugs):
+                self.state.record(events.ProgressReported, now, **report._asdict())
+        return NOTED
 
     def take_nudge(self) -> str | None:
         """Take the corrective message that is due, to deliver it in a tool's result.
@@ -416,7 +435,11 @@ class Guard:
         An adapter that can add a message before the model call gets it as `Nudge` and needs
         this not. None in OBSERVE: a message would change the run.
         """
-        return self.state.take_nudge()
+        with self.tree.step() as now:
+            message = self.state.take_message()
+            if message is not None:
+                self.state.record(events.NudgeTaken, now, message=message)
+        return message if self.mode is Mode.ENFORCE else None
 
     def abort(self, detail: str = "aborted from outside") -> None:
         """End the run from any thread: at its next admission, at once where work is async.
@@ -492,8 +515,13 @@ class Guard:
         """Keep the outcome of a run, as `outcome`, and record its end, if it is one."""
         self.outcome = outcome
         self.clock.stand_by()
-        if outcome.status != "paused":
-            self.state.end(outcome)
+        if outcome.status == "paused":
+            return
+        for plug in self.state.own_plugs:
+            plug.close()
+        facts = {name: getattr(outcome, name) for name in _OF_OUTCOME}
+        error = None if outcome.error is None else outcome.error.partition(":")[0]
+        self.emit(events.RunEnded, error=error, **facts)
 
     def emit(self, kind: type[events.EventBase], **facts: Any) -> None:
         """Record an event about this run, for the sinks; nothing is built when there are none."""

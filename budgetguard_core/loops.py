@@ -110,6 +110,25 @@ _COUNTED = {
     "replies": "replies in a row were made before",
     "short_replies": "replies in a row were made before, word for word",
 }
+# Of each row, what the model is told.
+_SAID = {
+    "same_error": "You have called {names} with these arguments {length} times and got the same "
+    "error each time",
+    "errors": "Your latest {length} calls of {names} ended with the same error, whatever the "
+    "arguments",
+    "repeats": "You have called {names} with these arguments again and again, and the latest "
+    "{more} results differ in times and ids alone",
+    "waits": "You have asked {names} again {length} times, and it answers that it is not ready yet",
+    "same_call": "You have called {names} with these arguments {times} times and got the same "
+    "result each time",
+    "circle": "You are going round in a circle of the same {period} calls ({names}), and they "
+    "bring the same results each time",
+    "stale": "Your latest calls ({names}) were made before with the same arguments, and brought "
+    "the same results again",
+    "circle_of_replies": "The conversation goes round in a circle ({names}): its latest replies "
+    "were all made before",
+    "replies": "The latest replies ({names}) were all made before",
+}
 
 
 def _suffix(name: str) -> str:
@@ -354,58 +373,24 @@ class LoopDetector:
         for row in due:
             row.tell()
         self._judge()
-        advice = _PATIENCE if due[0] is self._rows.waits else _ADVICE
-        return f"{self._in_words(due[0])}; {advice}"
+        row = due[0]
+        period, names = self._cycle_of(row)
+        said = row.name.removeprefix("short_")
+        if said == "replies" and period > 1:
+            said = "circle_of_replies"
+        elif said == "stale" and period:
+            said = "circle" if period > 1 else "same_call"
+        facts = {"length": row.length, "more": row.length + 1, "times": self._times}
+        advice = _PATIENCE if row is self._rows.waits else _ADVICE
+        return f"{_SAID[said].format(names=names, period=period, **facts)}; {advice}"
 
-    def _in_words(self, row: _Row) -> str:
-        rows, times = self._rows, row.length
-        if row is rows.stale:
-            return self._stale_in_words()
-        if row is rows.replies or row is rows.short_replies:
-            return self._replies_in_words(row)
-        tool = _speakable(self._recent[-1][0])
-        if row is rows.same_error:
-            return (
-                f"You have called {tool} with these arguments {times} times and got the same "
-                "error each time"
-            )
-        if row is rows.errors:
-            return (
-                f"Your latest {times} calls of {tool} ended with the same error, whatever the "
-                "arguments"
-            )
-        if row is rows.repeats:
-            return (
-                f"You have called {tool} with these arguments again and again, and the latest "
-                f"{times + 1} results differ in times and ids alone"
-            )
-        return f"You have asked {tool} again {times} times, and it answers that it is not ready yet"
-
-    def _stale_in_words(self) -> str:
-        period, names = _cycle(self._recent, self._rows.stale.length)
-        if period == 1:
-            return (
-                f"You have called {names} with these arguments {self._times} times and got the "
-                "same result each time"
-            )
-        if period:
-            return (
-                f"You are going round in a circle of the same {period} calls ({names}), and they "
-                "bring the same results each time"
-            )
-        return (
-            f"Your latest calls ({names}) were made before with the same arguments, and "
-            "brought the same results again"
-        )
-
-    def _replies_in_words(self, row: _Row) -> str:
-        period, names = _cycle(self._replies, row.length)
-        if period > 1:
-            return (
-                f"The conversation goes round in a circle ({names}): its latest replies were all "
-                "made before"
-            )
-        return f"The latest replies ({names}) were all made before"
+    def _cycle_of(self, row: _Row) -> tuple[int, str]:
+        """Return how long the cycle of a row is, 0 for none, and the names in it."""
+        if row is self._rows.replies or row is self._rows.short_replies:
+            return _cycle(self._replies, row.length)
+        if row is self._rows.stale:
+            return _cycle(self._recent, row.length)
+        return 0, _speakable(self._recent[-1][0])
 
     def violation(self) -> Violation:
         """Return why the run is stopped; requested when `tripped`.
@@ -415,12 +400,7 @@ class LoopDetector:
         """
         rows = self._rows
         row = next((row for row in rows if row.tripped), rows.stale)
-        if row is rows.replies or row is rows.short_replies:
-            period, names = _cycle(self._replies, row.length)
-        elif row is rows.stale:
-            period, names = _cycle(self._recent, row.length)
-        else:
-            period, names = 0, _speakable(self._recent[-1][0])
+        period, names = self._cycle_of(row)
         where = f"cycle of {period}" if period > 1 else "latest"
         setting = f"stop_after{_suffix(row.name)}={row.stop_after}"
         return Violation(

@@ -272,9 +272,8 @@ class ModelCalls:
             if not ended.metered and any(has.caps[one] != INFINITY for one in capped):
                 link.owner.state.hold(unmetered_usage())
 
-    def withdraw(self, ticket: Admit, now: int, *, waits: bool) -> None:
+    def withdraw(self, ticket: Admit, now: int) -> None:
         """Take back a model call that was not made. Under the lock."""
-        del waits
         state = self._state
         kept = ticket.reserved_tokens, ticket.reserved_cost, ticket.reserved_input
         counters.reserve(state.chain, ticket.call.retry, *kept, by=-1)

@@ -116,18 +116,7 @@ def _answered(answer: Any) -> Any:
     async def awaited() -> Any:
         return await answer
 
-    found: list[Any] = []
-    errors: list[BaseException] = []
+    from concurrent.futures import ThreadPoolExecutor
 
-    def body() -> None:
-        try:
-            found.append(asyncio.run(awaited()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=copy_context().run, args=(body,))
-    thread.start()
-    thread.join()
-    for error in errors:
-        raise error
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(copy_context().run, asyncio.run, awaited()).result()

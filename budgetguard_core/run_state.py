@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from budgetguard_core import counters, events
-from budgetguard_core.breakers.progress import NOTED, ProgressReport, read_report
 from budgetguard_core.budget import Budget
 from budgetguard_core.counters import Chain, Counters, Found, Link
 from budgetguard_core.decision import Admit, ModelCall, ToolCall
 from budgetguard_core.errors import ConfigurationError, shown
 from budgetguard_core.loops import LoopDetector
-from budgetguard_core.masking import fingerprint_reply
-from budgetguard_core.outcome import Outcome
 from budgetguard_core.plugs import Ask, Ended, Plug
 from budgetguard_core.stop import AsksPerson, Trip, Violation
 from budgetguard_core.stop_state import Mode, StopState, in_order
@@ -24,14 +21,6 @@ Notice: TypeAlias = tuple[Any, events.LimitNearlyReached]
 """A warning to be given, and the guard that it is about."""
 WITHDRAWN = Ended(withdrawn=True)
 """How a call ended that was never made."""
-
-
-class Withdraws(Protocol):
-    """The part of a guard that counts calls of one kind."""
-
-    def withdraw(self, ticket: Admit, now: int, *, waits: bool) -> None:
-        """Take back what was counted of a call."""
-        ...
 
 
 class RunState:
@@ -283,80 +272,11 @@ class RunState:
                 tree.report("on_cancel", error)
         tree.deliver()
 
-    def withdraw(self, ticket: Admit, part: Withdraws, *, waits: bool) -> bool:
-        """Take back a call that was not made; False where it is not open. Takes the lock."""
-        tree = self.tree
-        with tree.lock:
-            if tree.open.pop(ticket.call_id, None) is not ticket:
-                return False
-            now = tree.now()
-            self.end_holds(ticket, WITHDRAWN, now)
-            part.withdraw(ticket, now, waits=waits)
-            tree.keep_time(self.chain, now)
-        for hold in ticket.holds:
-            hold.settle(WITHDRAWN, ticket)
-        tree.deliver()
-        return True
-
-    def end(self, outcome: Outcome) -> None:
-        """Close the plugs of a run that has ended, and record its end."""
-        for plug in self.own_plugs:
-            plug.close()
-        with self.tree.step() as now:
-            self.record(
-                events.RunEnded,
-                now,
-                status=outcome.status,
-                stop_reason=outcome.stop_reason,
-                error=None if outcome.error is None else outcome.error.partition(":")[0],
-                finalized=outcome.finalized,
-                profile=outcome.profile,
-                usage=outcome.usage,
-            )
-
     def restart_iterations(self) -> None:
         """Begin the iterations anew for another attempt of the same run. Takes the lock."""
         with self.tree.step() as now:
             self.counters.used[counters.ITERATIONS] = 0
             self.record(events.IterationsRestarted, now)
-
-    # What the model and the user say. Each takes the lock
-
-    def user_turn(self) -> None:
-        """Forget what looked like repetition: the user has spoken."""
-        with self.tree.step() as now:
-            for one in (self.detector, *self.own_plugs):
-                if one is not None:
-                    one.user_turn()
-            self.record(events.UserTurned, now)
-
-    def take_reply(self, text: str, speaker: str | None, fingerprint: str | None) -> None:
-        """Show the loop detector a reply without a tool call."""
-        if self.detector is None or not (fingerprint or text.strip()):
-            return
-        fingerprint = fingerprint or fingerprint_reply(text)
-        with self.tree.step() as now:
-            self.detector.observe_reply(speaker, "", fingerprint=fingerprint)
-            name = None if speaker is None else speaker[:_NAME_LENGTH]
-            self.record(events.ReplyReported, now, fingerprint=fingerprint, speaker=name)
-
-    def take_report(self, arguments: object) -> str:
-        """Show the plugs what the model has said of its work, and return the tool's result."""
-        report = arguments if isinstance(arguments, ProgressReport) else read_report(arguments)
-        if isinstance(report, str):
-            return report
-        with self.tree.step() as now:
-            if any(plug.note(report) for plug in self.own_plugs):
-                self.record(events.ProgressReported, now, **report._asdict())
-        return NOTED
-
-    def take_nudge(self) -> str | None:
-        """Take the message for the model where an adapter delivers it by itself."""
-        with self.tree.step() as now:
-            message = self.take_message()
-            if message is not None:
-                self.record(events.NudgeTaken, now, message=message)
-        return message if self.mode is Mode.ENFORCE else None
 
     # Plugs
 

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
+from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langgraph.func import entrypoint, task
@@ -17,6 +18,7 @@ from langgraph.types import Send
 from pydantic import BaseModel
 
 from budgetguard_core.testing import Script, calls, says
+from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 
 
@@ -131,13 +133,13 @@ class Hidden(TypedDict):
     messages: Annotated[list[AnyMessage], add_messages]
 
 
-def last_twenty(left, right):
+def last_sixty(left, right):
     """A reducer of a user's own: a window, that also takes one message."""
-    return [*left, *(right if isinstance(right, list) else [right])][-20:]
+    return [*left, *(right if isinstance(right, list) else [right])][-60:]
 
 
 class Windowed(TypedDict):
-    messages: Annotated[list[AnyMessage], last_twenty]
+    messages: Annotated[list[AnyMessage], last_sixty]
 
 
 ROOT = Annotated[list[AnyMessage], add_messages]
@@ -283,3 +285,51 @@ def map_reduce(script, count, **options):
         ["worker"],
     )
     return graph.compile(**options)
+
+
+WAYS = ("bounded", "callback", "middleware")
+
+
+def bounded_agent(way, budget, model, tools=(search,), *, options=None, **made):
+    """Make an agent with a budget of one way in; return it, and its configuration."""
+    options = options or {}
+    middleware = [BudgetMiddleware(budget, **options)] if way == "middleware" else []
+    graph = create_agent(model, list(tools), middleware=middleware, **made)
+    if way == "bounded":
+        return bounded(graph, budget, **options), {}
+    return graph, {"callbacks": [BudgetCallback(budget, **options)]} if way == "callback" else {}
+
+
+MODES = ("sync", "async", "streamed")
+AWAITED = ("async", "abatch", "streamed", "events")
+ENTRIES = (*MODES, "stream", "batch", "abatch", "events", "piped", "typed", "with_config")
+
+
+async def run(graph, given, config, entry="sync"):
+    """Run a graph by one of its entry points, and return its last values."""
+    if entry == "sync":
+        return graph.invoke(given, config)
+    if entry == "async":
+        return await graph.ainvoke(given, config)
+    if entry == "batch":
+        return graph.batch([given], config)[0]
+    if entry == "abatch":
+        return (await graph.abatch([given], config))[0]
+    if entry == "piped":
+        return (graph | (lambda result: result)).invoke(given, config)
+    if entry == "with_config":
+        return graph.with_config(tags=["again"]).invoke(given, config)
+    if entry == "typed":
+        return graph.invoke(given, config, version="v2").value
+    modes = ["updates", "messages", "values"]
+    if entry == "stream":
+        stream = graph.stream(given, config, stream_mode=modes, subgraphs=True)
+        parts = [part for space, mode, part in stream if mode == "values" and not space]
+        return parts[-1] if parts else None
+    if entry == "streamed":
+        stream = graph.astream(given, config, stream_mode=modes)
+        parts = [part async for mode, part in stream if mode == "values"]
+        return parts[-1] if parts else None
+    events = graph.astream_events(given, config, version="v2", stream_mode="values")
+    root = [event["data"] async for event in events if not event["parent_ids"]]
+    return [data["chunk"] for data in root if "chunk" in data][-1]

@@ -8,6 +8,7 @@ from typing import Any, Final
 from langchain_core.messages import AIMessage, ToolMessage
 
 from budgetguard_core.kit import OpenToolCall, Prompt, Run, ToolCall, ToolCalls
+from budgetguard_langgraph._models import tool_call
 
 _KINDS: Final = {
     "Error: Failed to parse structured output": "invalid structured answer",
@@ -32,12 +33,10 @@ class Branch:
         self._asked: list[list[ToolCall]] = []
         self._is_answered = is_answered
 
-    def put(self, calls: list[ToolCall]) -> bool:
-        """Take the tool calls of an answer; return whether all before it have their results."""
+    def put(self, calls: list[ToolCall]) -> None:
+        """Take the tool calls of an answer."""
         self.calls.next_reply()
-        is_first = not self._asked
         self._asked = [*self._asked[-_KEPT:], calls]
-        return is_first
 
     def admitted(self, calls: list[ToolCall]) -> list[OpenToolCall]:
         """Ask for the calls of an answer that a person has let go, in the model's order."""
@@ -75,7 +74,7 @@ class Branch:
         if was_answered and message is not None and results:
             ran = {(one.id, one.name) for one in self._run.guard.tool_calls}
             for one in message.tool_calls:
-                call = ToolCall(name=one["name"], arguments=one["args"], id=one["id"])
+                call = tool_call(one)
                 is_rejected = call.id in results and (call.id, call.name) not in ran
                 if is_rejected and call.name not in handoffs:
                     self._report(call, results[call.id], "rejected")

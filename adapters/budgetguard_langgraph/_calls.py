@@ -27,33 +27,29 @@ from budgetguard_core.kit import (
     current,
     entered,
     is_stop,
-    reported_cost,
-    token_usage,
 )
-from budgetguard_langgraph._bounds import bind, words_of
+from budgetguard_langgraph._models import (
+    answer_of,
+    bind,
+    calls_of,
+    figures_of,
+    model_of,
+    own_bound,
+    request_of,
+    unusable_in,
+    was_cut,
+    words_of,
+    written,
+)
 from budgetguard_langgraph._run import (
-    OWNERS,
     GraphRun,
     ModelCallInFlight,
     RunId,
     Stretch,
-    ToolCallInFlight,
     when_task_ends,
 )
 from budgetguard_langgraph._seams import HANDOFF, Asked, enclosing_tool_node, refusal
-from budgetguard_langgraph._usage import (
-    answer_of,
-    calls_of,
-    is_mapping,
-    model_of,
-    own_bound,
-    request_of,
-    totals_in,
-    unusable_in,
-    was_cut,
-    written,
-)
-from budgetguard_langgraph.interrupts import is_budget_interrupt
+from budgetguard_langgraph.interrupts import is_stop_below
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 
@@ -64,15 +60,12 @@ def start_model_call(
     parent_run_id: RunId | None,
     prompts: Any,
     asked: Asked,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+    batch_size: int,
 ) -> Flow[Trip | None]:
     """Ask for a model call and begin it; return why the run has to end instead."""
-    if run_id in graph_run.models:
-        return None
     prompt: Any = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
-    given = facts.get("invocation_params")
-    parameters = given if is_mapping(given) else _NOTHING
-    metadata: Mapping[str, Any] = facts.get("metadata") or _NOTHING
+    metadata, parameters = metadata or _NOTHING, asked.parameters
     model, provider, bound = request_of(metadata, parameters)
     words = None if asked.settings is None else words_of(asked.model)
     can_not_be_bound = asked.settings is not None and words is None
@@ -102,7 +95,7 @@ def start_model_call(
     with _apart(graph_run, run_id, parent_run_id):
         turn = yield from ask_model(graph_run.run, branch.prompt, request)
     if isinstance(turn, Stop):
-        if facts.get("batch_size", 1) > 1:
+        if batch_size > 1:
             _take_back_siblings(graph_run)
         graph_run.next_step = f"call the model {model or ''}".strip()
         return turn.trip
@@ -117,23 +110,13 @@ def start_model_call(
         most = turn.call.max_output_tokens
         tokens = None if most == bound else most
         is_bounded = bind(asked.model, asked.settings, tokens, turn.call, parameters)
-    flying = ModelCallInFlight(
-        run_id,
-        Stretch(graph_run, turn.call, run_id),
-        turn,
-        branch,
-        place,
-        prompt,
-        metadata.get("langgraph_node"),
-        is_bounded,
+    flight = ModelCallInFlight(
+        turn, branch, place, prompt, metadata.get("langgraph_node"), is_bounded
     )
-    graph_run.models[run_id] = flying
-    OWNERS[run_id] = graph_run
-    FRAME.set(flying.step)
-    graph_run.save()
-    flying.forget = when_task_ends(
-        partial(fail_model_call, graph_run, run_id, asyncio.CancelledError())
-    )
+    record = Stretch(graph_run, run_id, turn.call, flight)
+    FRAME.set(record)
+    graph_run.save_counters()
+    record.forget = when_task_ends(partial(fail_model_call, record, asyncio.CancelledError()))
     return None
 
 
@@ -147,47 +130,36 @@ def _apart(graph_run: GraphRun, run_id: RunId, parent: RunId | None) -> Any:
 
 def _take_back_siblings(graph_run: GraphRun) -> None:
     """Take back the other prompts of a `generate`: all of them start before the first is sent."""
-    while isinstance(frame := current(), Stretch) and frame.run_id is not None:
-        flying = _model_call(graph_run, frame.run_id)
-        if flying is None:
+    while type(frame := current()) is Stretch and frame.graph_run is graph_run:
+        flight = frame.landed(ModelCallInFlight)
+        if flight is None:
             break
-        flying.turn.take_back()
+        flight.turn.take_back()
 
 
-def measure_token(graph_run: GraphRun, run_id: RunId, text: str, chunk: Any) -> Trip | None:
+def measure_token(record: Stretch, text: str, chunk: Any) -> Trip | None:
     """Measure a stream; return why it has to end now."""
-    flying = graph_run.models.get(run_id)
-    if flying is None:
+    flight = record.flight
+    if not isinstance(flight, ModelCallInFlight):
         return None
-    flying.turn.piece(text)
+    flight.turn.piece(text)
     usage = getattr(getattr(chunk, "message", None), "usage_metadata", None)
     if usage:
-        flying.reported.append(usage)
-    run = graph_run.run
+        flight.reported.append(usage)
+    run = record.graph_run.run
     return run.check() if run.aborted or run.time_left() == 0 else None
 
 
-def _model_call(graph_run: GraphRun, run_id: RunId) -> ModelCallInFlight | None:
-    with graph_run.lock:
-        flying = graph_run.models.pop(run_id, None)
-    OWNERS.pop(run_id, None)
-    if flying is not None:
-        flying.forget()
-        flying.step.leave()
-    return flying
-
-
-def end_model_call(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> None:
+def end_model_call(record: Stretch, response: LLMResult) -> None:
     """Charge a model call that answered, and keep what it asked for."""
-    flying = _model_call(graph_run, run_id)
+    flying, graph_run = record.landed(ModelCallInFlight), record.graph_run
     if flying is None:
         return
     run, turn, branch = graph_run.run, flying.turn, flying.branch
     graph_run.failed.pop(flying.place, None)
     answer = answer_of(response)
     asked, hosted = calls_of(answer)
-    record: Any = response if answer is None else answer
-    used = totals_in(flying.reported) or token_usage(record)
+    used, cost_usd = figures_of(response, answer, flying.reported)
     if not turn.is_pruned and [len(one) for one in response.generations] == [1]:
         # The usage of several candidates is that of all.
         branch.prompt.measured(used, reply=answer)
@@ -197,7 +169,7 @@ def end_model_call(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> N
         used,
         text=text or "".join(turn.pieces),
         model=model_of(response, answer),
-        cost_usd=reported_cost(record),
+        cost_usd=cost_usd,
         speaker=flying.speaker,
         final=not asked and not unusable and graph_run.is_said_in_turn(text, flying.prompt),
     )
@@ -209,20 +181,19 @@ def end_model_call(graph_run: GraphRun, run_id: RunId, response: LLMResult) -> N
     with graph_run.lock:
         for lost, wrong, kind in unusable:
             branch.without_body(lost, wrong, kind)
-        if asked and branch.put(asked):
-            graph_run.results.clear()
+        if asked:
+            branch.put(asked)
     graph_run.sent, graph_run.said = flying.prompt, answer
-    graph_run.save()
+    graph_run.save_counters()
 
 
-def fail_model_call(graph_run: GraphRun, run_id: RunId, error: BaseException) -> None:
+def fail_model_call(record: Stretch, error: BaseException) -> None:
     """Charge a model call that failed or was cancelled."""
-    flying = _model_call(graph_run, run_id)
-    if flying is None:
-        return
-    graph_run.has_failed(flying.place)
-    flying.turn.failed(error)
-    graph_run.save()
+    flying = record.landed(ModelCallInFlight)
+    if flying is not None:
+        record.graph_run.has_failed(flying.place)
+        flying.turn.failed(error)
+        record.graph_run.save_counters()
 
 
 # Tools
@@ -231,9 +202,10 @@ def fail_model_call(graph_run: GraphRun, run_id: RunId, error: BaseException) ->
 def start_tool_call(
     graph_run: GraphRun,
     run_id: RunId,
-    serialized: Mapping[str, Any] | None,
-    given: str,
-    facts: Mapping[str, Any],
+    name: str,
+    arguments: Any,
+    id_: str | None,
+    metadata: Mapping[str, Any],
 ) -> Flow[Exception | Trip | None]:
     """Ask for a tool call, together with the others of its batch, and begin its body.
 
@@ -241,15 +213,10 @@ def start_tool_call(
         None where it may begin; what its node turns into an error result; or, where nothing answers
         a refused call, why the run has to end.
     """
-    if run_id in graph_run.tools:
-        return None
-    name, inputs = str((serialized or {}).get("name", "")), facts.get("inputs")
-    id_ = facts.get("tool_call_id")
-    metadata: Mapping[str, Any] = facts.get("metadata") or {}
     handoff = HANDOFF in metadata or name in graph_run.handoffs
     call = ToolCall(
         name=name,
-        arguments=_plain(given if inputs is None else inputs, id_),
+        arguments=_plain(arguments, id_),
         id=id_,
         kind="handoff" if handoff else "function",
     )
@@ -270,12 +237,10 @@ def start_tool_call(
     if refused is not None:
         graph_run.next_step = f"run the tool {name}"
         return refusal(node, refused) or _trip_of(graph_run, opened)
-    flying = ToolCallInFlight(run_id, Stretch(graph_run, opened, run_id), opened)
-    graph_run.tools[run_id] = flying
-    OWNERS[run_id] = graph_run
-    FRAME.set(flying.step)
-    graph_run.save()
-    flying.forget = when_task_ends(partial(_cancelled, graph_run, run_id))
+    record = Stretch(graph_run, run_id, opened, opened)
+    FRAME.set(record)
+    graph_run.save_counters()
+    record.forget = when_task_ends(partial(_cancelled, record))
     return None
 
 
@@ -283,7 +248,7 @@ def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | 
     """Return a call that was admitted with the answer of a client in a node, by its id."""
     guard = graph_run.run.guard
     with graph_run.lock:
-        ours = [ticket for one in graph_run.tools.values() for ticket in one.call.tickets]
+        ours = [ticket for one in graph_run.tools for ticket in one.tickets]
         ours += graph_run.open_before
     with guard.tree.lock:
         tickets = list(guard.tree.open.values())
@@ -322,32 +287,21 @@ def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
     return run.check() or Trip(reason=reason, violations=(violation,), run_id=run.guard.run_id)
 
 
-def _tool_call(graph_run: GraphRun, run_id: RunId) -> ToolCallInFlight | None:
-    OWNERS.pop(run_id, None)
-    with graph_run.settled:
-        flying = graph_run.tools.pop(run_id, None)
-        graph_run.settled.notify_all()
-    if flying is not None:
-        flying.forget()
-        flying.step.leave()
-    return flying
-
-
-def _cancelled(graph_run: GraphRun, run_id: RunId) -> None:
+def _cancelled(record: Stretch) -> None:
     """Note that the task of a tool call ended before it: its outcome is unknown."""
-    flying = _tool_call(graph_run, run_id)
-    if flying is not None:
-        graph_run.interrupted.append(flying.call)
+    call, graph_run = record.landed(OpenToolCall), record.graph_run
+    if call is not None:
+        graph_run.interrupted.append(call)
         if graph_run.run.ended or graph_run.root is None:
             graph_run.settle_interrupted()
 
 
-def end_tool_call(graph_run: GraphRun, run_id: RunId, output: Any) -> None:
+def end_tool_call(record: Stretch, output: Any) -> None:
     """Settle a tool call that returned."""
-    flying = _tool_call(graph_run, run_id)
-    if flying is None:
+    call, graph_run = record.landed(OpenToolCall), record.graph_run
+    if call is None:
         return
-    run, call = graph_run.run, flying.call
+    run = graph_run.run
     if isinstance(output, Command) and output.graph is not None:
         _was_handoff(graph_run, call)
     message = _message_in(output)
@@ -356,29 +310,27 @@ def end_tool_call(graph_run: GraphRun, run_id: RunId, output: Any) -> None:
     else:
         content = message.content
         run.finished(call, content, error=str(content) if message.status == "error" else None)
-        with graph_run.lock:
-            graph_run.results.setdefault(message.tool_call_id, []).append(message)
-    graph_run.save()
+        if message.tool_call_id == call.call.id:
+            call.result = message  # a node may lose it with its siblings
+    graph_run.save_counters()
 
 
-def fail_tool_call(graph_run: GraphRun, run_id: RunId, error: BaseException) -> Trip | None:
+def fail_tool_call(record: Stretch, error: BaseException) -> Trip | None:
     """Settle a tool call that failed; one that a stop or a person interrupted stays open.
 
     Returns:
         The stop of a run of another adapter in the tool, by a limit of this one: as our own it
         ends the graph in good order.
     """
-    flying = _tool_call(graph_run, run_id)
-    if flying is None:
+    call, graph_run = record.landed(OpenToolCall), record.graph_run
+    if call is None:
         return None
-    run, call = graph_run.run, flying.call
+    run = graph_run.run
     if is_stop(error):
         graph_run.interrupted.append(call)
         return None if isinstance(error, GraphBubbleUp) else run.stopped_by
     if isinstance(error, GraphInterrupt) and call.call.id is not None:
-        asked: Any = error.args[0] if error.args else ()
-        if all(is_budget_interrupt(one) for one in asked):
-            # A graph in its body was stopped, and LangGraph has made an interrupt of its own of it.
+        if is_stop_below(error):
             graph_run.interrupted.append(call)
         # Else its body runs again with the answer, and is the same call.
         return None
@@ -387,10 +339,10 @@ def fail_tool_call(graph_run: GraphRun, run_id: RunId, error: BaseException) -> 
         _was_handoff(graph_run, call)
         run.finished(call, _result(command))
     elif isinstance(error, Exception):
-        run.finished(call, error=error)
+        run.finished(call, str(error), error=error)
     else:
         graph_run.interrupted.append(call)
-    graph_run.save()
+    graph_run.save_counters()
     return None
 
 
@@ -421,22 +373,19 @@ def _message_in(output: Any) -> ToolMessage | None:
 
 
 def _result(output: object) -> object:
-    """Make something of a result that can be compared: what a command changes, not its ids."""
-    if isinstance(output, Command):
-        command = cast("Any", output)
-        update: Any = command.update
-        known = isinstance(update, dict)
-        changes: dict[str, Any] = dict(cast("dict[str, Any]", update)) if known else {"": update}
-        return {
-            "goto": str(command.goto),
-            "update": {str(name): _text(value) for name, value in changes.items()},
-        }
-    return output
+    """Return a result that can be compared: of a command what it changes, without ids."""
+    if not isinstance(output, Command):
+        return output
+    command = cast("Any", output)
+    return {"goto": str(command.goto), "update": _text(command.update)}
 
 
 def _text(value: Any) -> str:
     if isinstance(value, BaseMessage):
         return str(value.content)
+    if isinstance(value, dict):
+        named = cast("dict[str, Any]", value)
+        return str({name: _text(one) for name, one in named.items()})
     if isinstance(value, list):
         return str([_text(one) for one in cast("list[Any]", value)])
     return str(value)

@@ -16,29 +16,21 @@ from budgetguard_core.kit import (
     Answer,
     Call,
     Flow,
-    ModelCall,
+    LastQuestion,
     OpenModelCall,
-    Prompt,
-    Step,
-    close_history,
     final_text,
     in_words,
-    last_answer,
     outcome_of,
     reported_cost,
-    synthetic_metadata,
-    synthetic_text,
+    run_blocking,
     token_usage,
 )
 from budgetguard_core.kit import remember as kept_with
-from budgetguard_langgraph._bounds import bind, words_of
 from budgetguard_langgraph._messages import DIALECT, ended, is_synthetic, messages_of, text_of
+from budgetguard_langgraph._models import bind, words_of
 from budgetguard_langgraph._run import GraphRun
 from budgetguard_langgraph._seams import TASK, configuration, is_drained
 from budgetguard_langgraph.interrupts import BudgetInterrupt, BudgetStop
-
-RESUME: Final = "resume(graph, config, budget), with a checkpointer"
-
 
 _LIMITS: Final = re.compile(
     "Model call limits exceeded: |('.*' tool|Tool) call limit reached: "
@@ -47,69 +39,14 @@ _LIMITS: Final = re.compile(
 """The words with which LangChain's own limits end an agent, in a message that no model wrote."""
 
 
-def limit_of(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> Trip | None:
-    """Return the stop of a graph that ended by a limit of the framework's, without an exception."""
+def ended_by_a_limit(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> None:
+    """Stop a run whose graph ended by a limit of the framework's, without an exception."""
     last = messages[-1] if messages else None
     if not isinstance(last, AIMessage) or last.usage_metadata or last.response_metadata:
-        return None
+        return
     text = last.content
-    if not isinstance(text, str) or _LIMITS.match(text) is None:
-        return None
-    return graph_run.run.framework_limit(text[:200]) if graph_run.run.is_enforced else None
-
-
-def closing_of(
-    graph_run: GraphRun, trip: Trip, messages: Sequence[BaseMessage], answer: str | None = None
-) -> tuple[list[BaseMessage], list[BaseMessage]]:
-    """Close the conversation of a stopped run; with the model's last answer, if any.
-
-    Returns:
-        The whole, and what is new in it.
-    """
-    guard = graph_run.run.guard
-    marks = synthetic_metadata(guard, trip, finalized=answer is not None)
-    return ended(messages, graph_run.answers(messages), answer or synthetic_text(guard), marks)
-
-
-def conclude(
-    graph_run: GraphRun, messages: Sequence[BaseMessage], trip: Trip | None = None
-) -> Outcome:
-    """End a run that came to its end or was stopped; its history is closed already."""
-    run = graph_run.run
-    outcome = run.end(
-        messages,
-        final_text(messages, DIALECT),
-        trip=trip,
-        saved_messages=_saved(graph_run, messages),
-        next_step=graph_run.next_step,
-        resume=RESUME,
-    )
-    graph_run.settle_interrupted()
-    return outcome
-
-
-def fail(graph_run: GraphRun, messages: Sequence[BaseMessage], error: BaseException) -> Outcome:
-    """End a run that an exception or a cancellation left; open calls get their results."""
-    whole, _ = close_history(messages, DIALECT, graph_run.answers(messages))
-    outcome = graph_run.run.fail(
-        error, whole, saved_messages=_saved(graph_run, whole), resume=RESUME
-    )
-    graph_run.settle_interrupted()
-    return outcome
-
-
-def pause(
-    graph_run: GraphRun, messages: Sequence[BaseMessage], drained: BaseException | None = None
-) -> Outcome:
-    """Pause a run, which waits for a person, or to go on where it was drained."""
-    outcome = graph_run.run.pause(
-        messages,
-        saved_messages=_saved(graph_run, messages),
-        resume="Command(resume=answer), on the same thread",
-    )
-    if drained is not None:
-        kept_with(drained, outcome)
-    return outcome
+    if isinstance(text, str) and _LIMITS.match(text) is not None:
+        graph_run.framework_limit(text[:200])
 
 
 def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterrupt | BudgetStop:
@@ -120,7 +57,9 @@ def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterr
     graph_run.tell(trip)
     outcome = None
     if graph_run.root is None and graph_run.outer is None:
-        outcome = conclude(graph_run, closing_of(graph_run, trip, messages)[0], trip)
+        graph_run.stop(trip)
+        run_blocking(graph_run.close(messages))
+        outcome = run_blocking(graph_run.ended(messages))
     kind = BudgetStop if graph_run.run.envelope.on_trip == "raise" else BudgetInterrupt
     return kind(trip, outcome)
 
@@ -129,24 +68,20 @@ def end(
     graph_run: GraphRun, outputs: Any, error: BaseException | None, messages_key: str
 ) -> Flow[BudgetExceeded | None]:
     """End a run whose graph or chain is over; return what its caller gets instead of a result."""
-    messages = messages_of(outputs, messages_key) or graph_run.conversation
-    if graph_run.waits and (error is None or is_drained(error)):
-        outcome = pause(graph_run, messages, error)
-        if graph_run.thread is not None:
-            yield from graph_run.thread.keep(graph_run.run.guard, graph_run.slot)
-        remember(outputs, messages_key, outcome)
+    messages = messages_of(outputs, messages_key) or graph_run.last_request
+    waits = graph_run.waits and (error is None or is_drained(error))
+    if not waits and error is not None and not isinstance(error, BudgetExceeded):
+        yield from graph_run.ended(messages, error=error)
         return None
-    if error is not None and not isinstance(error, BudgetExceeded):
-        fail(graph_run, messages, error)
-        return None
-    trip = graph_run.run.stopped_by or graph_run.stopped_inside
+    trip = None if waits else graph_run.trip or graph_run.stopped_inside
     if trip is not None:
-        messages, _ = closing_of(graph_run, trip, messages)
-    elif error is None:
-        trip = limit_of(graph_run, messages)
-    outcome = conclude(graph_run, messages, trip)
+        graph_run.stop(trip)
+        yield from graph_run.close(messages)
+    elif error is None and not waits:
+        ended_by_a_limit(graph_run, messages)
+    outcome = yield from graph_run.ended(messages, error=error if waits else None, waits=waits)
     if graph_run.thread is not None:
-        yield from graph_run.thread.forget(outcome)
+        yield from graph_run.thread.leave(graph_run.run.guard, outcome)
     if isinstance(error, BudgetExceeded):
         error.outcome = outcome if trip is not None else error.outcome or outcome
         return None
@@ -159,38 +94,19 @@ def end(
     return None
 
 
-def _saved(graph_run: GraphRun, messages: Sequence[BaseMessage]) -> list[dict[str, Any]] | None:
-    return None if graph_run.run.envelope.store is None else DIALECT.plain(messages)
-
-
-# A last answer
-
-
 # None of the callbacks that the graph was called with: their run is over.
 _ALONE: Final[Any] = {"callbacks": []}
 
 
-def answer_of_the_last_model(
-    graph_run: GraphRun,
-    trip: Trip,
-    messages: Sequence[BaseMessage],
-    *,
-    model: Any = None,
-    system: Sequence[BaseMessage] = (),
-) -> Flow[str | None]:
-    """Ask for the last answer that a stopped run may have; None where it has none."""
-    last = last_answer(graph_run.run, trip)
+def question_to(
+    graph_run: GraphRun, model: Any = None, system: Sequence[BaseMessage] = ()
+) -> LastQuestion | None:
+    """Return how the model of the last request, or this one, is asked for a last answer."""
     requested, told = graph_run.asked_model
     asked: Any = requested if model is None else model
-    if last is None or asked is None:
+    if asked is None:
         return None
-    whole, _ = close_history(messages, DIALECT, graph_run.answers(messages))
-    sent = in_words([*(system or told), *whole], DIALECT)
     name = getattr(asked, "model_name", None) or getattr(asked, "model", None)
-    call = ModelCall(
-        model=graph_run.model_name or (name if isinstance(name, str) else None),
-        input_tokens=Prompt().project(sent),
-    )
 
     def given(opened: OpenModelCall) -> dict[str, Any]:
         settings: dict[str, Any] = {}
@@ -198,16 +114,18 @@ def answer_of_the_last_model(
             bind(asked, settings, opened.max_output_tokens, opened)
         return settings
 
-    def ask(opened: OpenModelCall) -> Answer:
+    def ask(sent: list[Any], opened: OpenModelCall) -> Answer:
         return _answer(asked.invoke(sent, _ALONE, **given(opened)))
 
-    async def ask_async(opened: OpenModelCall) -> Answer:
+    async def ask_async(sent: list[Any], opened: OpenModelCall) -> Answer:
         return _answer(await asked.ainvoke(sent, _ALONE, **given(opened)))
 
-    answer: str | None = yield Step(
-        lambda: last.ask(call, ask), lambda: last.ask_async(call, ask_async)
+    return LastQuestion(
+        ask=ask,
+        ask_async=ask_async,
+        model=graph_run.model_name or (name if isinstance(name, str) else None),
+        write=lambda whole: in_words([*(system or told), *whole], DIALECT),
     )
-    return answer
 
 
 def _answer(reply: Any) -> Answer:

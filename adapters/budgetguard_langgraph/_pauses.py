@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 from langgraph.checkpoint.base import WRITES_IDX_MAP, BaseCheckpointSaver
@@ -22,7 +21,7 @@ from budgetguard_langgraph._seams import CHECKPOINTER, INTERRUPT, TASK, configur
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
 _CHANNEL: Final = "budgetguard"
-_ENDED: Final = "budgetguard:ended"
+_ENDED: Final = "budgetguard:ended:"
 _OVER: Final = "budgetguard:over"
 _COORDINATES: Final = ("thread_id", "checkpoint_ns", "checkpoint_id", "checkpoint_map")
 
@@ -62,15 +61,14 @@ class Thread:
             LangGraph before 1.2 have it wait still.
     """
 
-    def __init__(self, graph: Any, configurable: Any) -> None:
+    def __init__(self, graph: Any, configurable: Any, outer: Any = None) -> None:
         self.waiting: list[Interrupt] = []
         self.was_stopped = False
         self._taken: str | None = None
         saver = configurable.get(CHECKPOINTER, getattr(graph, "checkpointer", None))
         self.has_checkpointer = isinstance(saver, BaseCheckpointSaver)
         thread_id = configurable.get("thread_id")
-        known = self.has_checkpointer and thread_id is not None
-        self.saver: Any = saver if known else None
+        self.saver: Any = saver if self.has_checkpointer and thread_id is not None else None
         namespace = str(configurable.get("checkpoint_ns") or "")
         if getattr(graph, "checkpointer", None) is True:
             namespace = "|".join(part.split(":")[0] for part in namespace.split("|"))
@@ -81,6 +79,9 @@ class Thread:
         if checkpoint is not None and TASK not in configurable:
             self.config["configurable"]["checkpoint_id"] = checkpoint
         self.key = (str(thread_id), namespace)
+        # Runs that are one inside the other on the same thread are kept apart.
+        around = None if outer is None else outer.thread
+        self.slot: int = around.slot + 1 if around is not None and around.key == self.key else 0
 
     @property
     def asks_nobody(self) -> bool:
@@ -93,13 +94,7 @@ class Thread:
         if "checkpoint_id" in place and checkpoint is not None:
             place["checkpoint_id"] = checkpoint
 
-    def slot_in(self, outer: Any) -> int:
-        """Separate runs that are one inside the other on the same thread."""
-        if outer is None or outer.thread is None or outer.thread.key != self.key:
-            return 0
-        return int(outer.slot) + 1
-
-    def kept(self, slot: int) -> Flow[Snapshot | None]:
+    def kept(self) -> Flow[Snapshot | None]:
         """Return the counters of the run that waits here."""
         if self.saver is None:
             return None
@@ -108,47 +103,43 @@ class Thread:
             place: Any = self.config
             while place is not None:
                 chain.append((yield self._read(place)))
-                place = _before(chain[-1], slot)
-        return self._newest(chain, slot)
+                place = _before(chain[-1], self.slot)
+        return self._newest(chain)
 
-    def keep(self, guard: Guard, slot: int) -> Flow[None]:
-        """Leave the counters of a run at the checkpoint where it waits."""
-        if self.saver is None:
+    def leave(self, guard: Guard, outcome: Outcome) -> Flow[None]:
+        """Leave how a run ended, without its messages, and the counters of one that waits.
+
+        Of those that a stopped run was taken up with nothing is made any more: others begin anew.
+        They are written to the checkpoint where the thread is, in the name of a task that no graph
+        has.
+        """
+        if self.saver is None or outcome.status == "completed":
             return
+        writes: list[tuple[str, Any]] = []
+        if outcome.status == "paused":
+            # Without caps: they come from the envelope that goes on.
+            snapshot = guard.snapshot().model_copy(update={"budget": None})
+            writes.append((f"{_CHANNEL}:{self.slot}", snapshot.to_json()))
+        elif self._taken is not None:
+            writes.append((_OVER, self._taken))
         try:
-            yield from self._add(_writes(guard, slot))
+            saved = yield self._read(self.config)
+            if saved is None:
+                return
+            if self.slot == 0:
+                number = max(_ends(saved), default=0) + 1
+                text = outcome.model_dump_json(exclude={"messages", "final"})
+                writes.append((f"{_ENDED}{number}", text))
+            if writes:
+                to = saved.config, writes, secrets.token_hex(16)
+                yield both(self.saver.put_writes, self.saver.aput_writes, *to)
         except Exception as error:
             guard.tree.report("checkpoint", error)
-
-    def leave(self, guard: Guard, outcome: Outcome, slot: int) -> Flow[None]:
-        """Leave how a run ended, without its messages, and its counters where it waits."""
-        if outcome.status == "paused":
-            yield from self.keep(guard, slot)
-        if slot == 0 and outcome.status != "completed":
-            try:
-                yield from self._add(partial(_told, outcome))
-            except Exception as error:
-                guard.tree.report("checkpoint", error)
-        yield from self.forget(outcome)
-
-    def forget(self, outcome: Outcome) -> Flow[None]:
-        """Make nothing of the counters that a stopped run was taken up with: others begin anew."""
-        if self._taken is not None and outcome.status == "terminated":
-            with suppress(Exception):  # the outcome has told of a saver that fails
-                yield from self._add([(_OVER, self._taken)])
 
     def _read(self, config: Any) -> Step:
         return both(self.saver.get_tuple, self.saver.aget_tuple, config)
 
-    def _add(self, writes: Any) -> Flow[None]:
-        """Write to the checkpoint where the thread is, in the name of a task that no graph has."""
-        saved = yield self._read(self.config)
-        if saved is not None:
-            given = writes(saved) if callable(writes) else writes
-            to = saved.config, given, secrets.token_hex(16)
-            yield both(self.saver.put_writes, self.saver.aput_writes, *to)
-
-    def _newest(self, chain: Sequence[Any], slot: int) -> Snapshot | None:
+    def _newest(self, chain: Sequence[Any]) -> Snapshot | None:
         listed = [list[Any](one.pending_writes or ()) for one in chain if one is not None]
         writes = listed[0] if listed else []
         self.waiting = pending(writes)
@@ -156,7 +147,7 @@ class Thread:
         self.was_stopped = any(is_budget_interrupt(one) for one in asked)
         left = [one for writes in listed for one in writes]
         over = {value for _, channel, value in left if channel == _OVER}
-        texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{slot}"]
+        texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{self.slot}"]
         found: list[Snapshot] = []
         for text in texts:
             try:
@@ -199,22 +190,11 @@ def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
     return told
 
 
-def _told(outcome: Outcome, saved: Any) -> list[tuple[str, Any]]:
-    text = outcome.model_dump_json(exclude={"messages", "final"})
-    return [(f"{_ENDED}:{max(_ends(saved), default=0) + 1}", text)]
-
-
 def _ends(saved: Any) -> dict[int, str]:
     """Return how the runs ended that were at a checkpoint; savers keep no order of writes."""
     writes: Iterable[Any] = () if saved is None else saved.pending_writes or ()
     return {
-        int(channel.removeprefix(_ENDED).lstrip(":") or 0): value
+        int(channel.removeprefix(_ENDED)): value
         for _, channel, value in writes
         if channel.startswith(_ENDED)
     }
-
-
-def _writes(guard: Guard, slot: int) -> list[tuple[str, Any]]:
-    # Without caps: they come from the envelope that goes on.
-    text = guard.snapshot().model_copy(update={"budget": None}).to_json()
-    return [(f"{_CHANNEL}:{slot}", text)]

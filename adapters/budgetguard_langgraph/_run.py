@@ -11,28 +11,29 @@ import asyncio
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 from uuid import UUID
 
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import BaseMessage
 from langgraph.errors import GraphBubbleUp
 
-from budgetguard_core import RunFencedError, Trip
+from budgetguard_core import Outcome, RunFencedError, Trip
 from budgetguard_core.kit import (
     FRAME,
-    NOT_EXECUTED,
-    OUTCOME_UNKNOWN,
     Call,
+    Flow,
     Frame,
     ModelTurn,
     OpenToolCall,
     Run,
+    Session,
     ToolCalls,
+    close_history,
     current,
 )
 from budgetguard_langgraph._branch import Branch, are_due
+from budgetguard_langgraph._messages import DIALECT
 from budgetguard_langgraph._pauses import Thread, pending
 from budgetguard_langgraph._seams import GraphCall, is_drained, surrounding_run_id
 from budgetguard_langgraph.interrupts import NotRetried, is_budget_interrupt
@@ -40,39 +41,95 @@ from budgetguard_langgraph.interrupts import NotRetried, is_budget_interrupt
 _REPLIES: Final = 16
 _KEPT: Final = 64
 """Graphs inside a run whose prompts and tool calls are known at the same time."""
+_PAUSED: Final = "Command(resume=answer), on the same thread"
+_STOPPED: Final = "resume(graph, config, budget), with a checkpointer"
 
 RunId: TypeAlias = UUID | str
 """A run id of LangChain's; LangGraph takes ids that are none, as texts, and keeps them."""
 
 
-class Stretch(Frame):
-    """The frame of a stretch of a LangChain run: a node, a model call, a tool.
+@dataclass(slots=True)
+class ModelCallInFlight:
+    """A model call from its start hook to its end.
 
-    Hooks have no block to enter it in: they set it, and `leave` takes it back.
+    Attributes:
+        turn: The call, in the kit's words.
+        branch: Its graph; `place` is where in it: the next call there after a failure is a retry.
+        bounded: The budget's completion bound has reached the request.
+        reported: The usage that the chunks of its stream report.
     """
 
-    __slots__ = ("before", "closed", "graph_run", "run_id")
+    turn: ModelTurn
+    branch: Branch
+    place: Any
+    prompt: Sequence[Any]
+    speaker: str | None
+    bounded: bool = False
+    reported: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
-    def __init__(self, graph_run: GraphRun, call: Any = None, run_id: RunId | None = None) -> None:
-        run = graph_run.run
-        super().__init__(run.guard, run=run, call=call, above=run.above)
-        self.graph_run = graph_run
-        self.run_id = run_id
+
+_Flight = TypeVar("_Flight", ModelCallInFlight, OpenToolCall)
+
+
+class Stretch(Frame):
+    """A stretch of a LangChain run, from its start hook to its end: a chain, a model call, a tool.
+
+    It is the record of that by its run id, and the frame of its code. Hooks have no block to enter
+    it in: they set it, and `leave` takes it back.
+
+    Attributes:
+        flight: The call that it is, and not only a part of.
+        forget: Takes back what waits for the end of its task.
+    """
+
+    __slots__ = ("before", "closed", "flight", "forget", "graph_run", "key", "run_id")
+
+    def __init__(
+        self,
+        graph_run: GraphRun,
+        run_id: RunId | None = None,
+        call: Any = None,
+        flight: ModelCallInFlight | OpenToolCall | None = None,
+    ) -> None:
+        # As `Frame` does: one is made for each step.
+        run = self.run = graph_run.run
+        self.guard, self.call, self.above = run.guard, call, run.above
+        self.graph_run, self.run_id, self.flight = graph_run, run_id, flight
         self.closed = False
+        self.forget: Callable[[], object] | None = None
         before = FRAME.get()
         self.before = _open(before) if type(before) is Stretch and before.closed else before
+        self.key: int | str = run_id.int if type(run_id) is UUID else str(run_id)
+        if run_id is not None:
+            OWNERS[self.key] = self
+            graph_run.stretches.add(self)
 
     def leave(self) -> None:
-        """Take the frame back.
+        """Forget it, and take the frame back.
 
         LangChain calls the end hooks of asynchronous code in another context: where this one was
         set it stays, and from now on stands for what was there before.
         """
+        graph_run = self.graph_run
+        graph_run.stretches.discard(self)
+        OWNERS.pop(self.key, None)
+        if self.forget is not None:
+            self.forget()
+        if graph_run.idle is not None and not graph_run.tools:
+            graph_run.idle.set()
         self.closed = True
         self.above = before = self.before
         if FRAME.get() is self:
             # Also a chain that is over meanwhile: what it has begun is still a part of its run.
             FRAME.set(before)
+
+    def landed(self, kind: type[_Flight]) -> _Flight | None:
+        """Return the call of this kind that it is, once, and leave it."""
+        flight = self.flight
+        if self.closed or not isinstance(flight, kind):
+            return None
+        self.leave()
+        return flight
 
     @property
     def is_live(self) -> bool:
@@ -97,63 +154,24 @@ def _open(frame: Frame | None) -> Frame | None:
     return frame if frame is not None or last is None or last.run.ended else last
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A call from its start hook to its end; `forget` takes back what waits for its task's end."""
-
-    run_id: RunId
-    step: Stretch
-    forget: Callable[[], object] = field(init=False, default=lambda: None)
-
-
-@dataclass(slots=True)
-class ModelCallInFlight(InFlight):
-    """A model call.
-
-    Attributes:
-        turn: The call, in the kit's words.
-        branch: Its graph; `place` is where in it: the next call there after a failure is a retry.
-        bounded: The budget's completion bound has reached the request.
-        reported: The usage that the chunks of its stream report.
-    """
-
-    turn: ModelTurn
-    branch: Branch
-    place: Any
-    prompt: Sequence[Any]
-    speaker: str | None
-    bounded: bool = False
-    reported: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
-
-
-@dataclass(slots=True)
-class ToolCallInFlight(InFlight):
-    """A tool call whose body has started."""
-
-    call: OpenToolCall
-
-
 class Fenced(RunFencedError, GraphBubbleUp, NotRetried):
     """A run that was resumed elsewhere ends here, of a type that no layer retries or swallows."""
 
 
-class GraphRun:
+class GraphRun(Session):
     """One run of the kit, as LangChain's hooks tell of it.
 
+    Its own tool calls are those that waited for a person; each graph in it has a branch.
+
     Attributes:
-        run: The run of the kit.
-        opener: The callback that opened it.
-        outer: The run around it, where that is one of this adapter too.
+        opener: The callback that opened it; `outer` is the run of this adapter around it.
         root: The id of the chain that it began with; None for calls outside of any chain.
-        chains: The chains that go on, by id, with the frames of their code.
-        results: What tools returned since the last answer, by id: a node may lose them with their
-            siblings.
+        stretches: What goes on of it, as hooks tell.
         ends_in_a_node: Its graph has a middleware, which writes the ending of a guard around it.
         waits: A person was asked, or the graph stopped at a breakpoint.
         open_before: The tool calls that were open when it began: those of a killed process.
-        is_answered: It goes on with a person's answer.
-        graph_call: The call of the graph that it is, where it is one; `thread` and `slot` are where
-            its counters lie while it waits.
+        graph_call: The call of the graph that it is, where it is one; `thread` is where its
+            counters lie while it waits.
         next_step: What was refused last.
         asked_model: The model of the last request, with its system messages. `model_name` is its
             name for the price.
@@ -170,25 +188,18 @@ class GraphRun:
         *,
         answered: bool = False,
     ) -> None:
-        self.run = run
+        # A call of a process that died while it waited is made once more.
+        super().__init__(run, DIALECT, resumed=answered)
+        self._graphs: OrderedDict[str, Branch] = OrderedDict()
+        self.is_saved = run.is_saved
         self.opener = opener
         self.root = root
         self.outer = outer
         self.lock = threading.RLock()
-        self.settled = threading.Condition(self.lock)
-        self.is_answered = answered
+        self.stretches: set[Stretch] = set()
         self.open_before = run.guard.open_tool_calls()
-        # A call of a process that died while it waited is made once more.
-        self.paused = ToolCalls(run)
-        if answered:
-            self.paused.restore(self.open_before)
-        self.results: dict[str, list[ToolMessage]] = {}
-        self.models: dict[RunId, ModelCallInFlight] = {}
-        self.tools: dict[RunId, ToolCallInFlight] = {}
-        self.chains: dict[RunId, Stretch | None] = {}
         self.graph_call: GraphCall | None = None
         self.thread: Thread | None = None
-        self.slot = 0
         self.inner: dict[int, GraphRun] = {}
         self.failed: OrderedDict[Any, None] = OrderedDict()
         self.handoffs: set[str] = set()
@@ -201,8 +212,8 @@ class GraphRun:
         self.stopped_inside: Trip | None = None
         self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
         self.model_name: str | None = None
+        self.idle: threading.Event | None = None
         self._first_steps: dict[RunId | None, Any] = {}
-        self._branches: OrderedDict[str, Branch] = OrderedDict()
         self._replies: deque[str] = deque(maxlen=_REPLIES)
 
     # The runs around it
@@ -260,17 +271,15 @@ class GraphRun:
         if trip is None:
             ends = run.has_to_end
             for guard in run.guards:
-                for one in guard.lineage:
-                    ends = ends or one.trip is not None
+                ends = ends or guard.tree.halted
             trip = run.check() if ends else None
         if trip is None:
             return None
         with self.lock:
-            calls = (self.paused, *(one.calls for one in self._branches.values()))
-            return None if any(are_due(one) for one in calls) else trip
+            return None if any(are_due(calls) for calls in self._all_calls()) else trip
 
     @property
-    def conversation(self) -> list[BaseMessage]:
+    def last_request(self) -> list[BaseMessage]:
         """The last conversation that a model was sent, with its answer."""
         return [one for one in (*self.sent, self.said) if isinstance(one, BaseMessage)]
 
@@ -278,13 +287,17 @@ class GraphRun:
         """Return the graph around a node: tasks have a namespace of their own below its own."""
         namespace = str(node or "").rpartition("|")[0]
         with self.lock:
-            found = self._branches.get(namespace)
+            found = self._graphs.get(namespace)
             if found is None:
-                found = Branch(self.run, self.paused, is_answered=self.is_answered)
-                self._branches[namespace] = found
-                if len(self._branches) > _KEPT:
-                    self._branches.popitem(last=False)
+                found = self._graphs[namespace] = Branch(
+                    self.run, self.calls, is_answered=self.resumed
+                )
+                if len(self._graphs) > _KEPT:
+                    self._graphs.popitem(last=False)
         return found
+
+    def _all_calls(self) -> list[ToolCalls]:
+        return [*(one.calls for one in list(self._graphs.values())), self.calls]
 
     def has_failed(self, place: Any) -> None:
         """Note that a call failed here: the next one at this place is another attempt."""
@@ -305,59 +318,30 @@ class GraphRun:
         said = [getattr(one, "content", one) for one in prompt[-_REPLIES:]]
         return not before or any(isinstance(one, str) and one in before for one in said)
 
-    # Tools in flight
+    # What goes on
+
+    @property
+    def tools(self) -> list[OpenToolCall]:
+        """The tool calls in flight."""
+        return [one.flight for one in list(self.stretches) if isinstance(one.flight, OpenToolCall)]
 
     def wait_for_tools(self, seconds: float) -> None:
         """Block until no tool is in flight, at most so long."""
-        with self.settled:
-            self.settled.wait_for(lambda: not self.tools, seconds)
-
-    def answers(self, messages: Sequence[BaseMessage]) -> Callable[[Call, int], Any]:
-        """Return what gives the open calls of a conversation their results.
-
-        That is what they returned where it is known, else a note.
-        """
-        flying = [ticket.call.id for ticket in self.run.guard.open_tool_calls()]
-        inner = [one.call.call.id for one in self.tools.values()]
-        left = [call.call.id for call in self.interrupted]
-        started = {*flying, *inner, *left}
-        have = {one.id for one in messages if one.id is not None}
-        lost = {
-            id_: [one for one in results if one.id is None or one.id not in have]
-            for id_, results in self.results.items()
-        }
-
-        def answer(call: Call, _: int) -> Any:
-            if lost.get(call.id):
-                return lost[call.id].pop(0)
-            if call.id not in started:
-                return NOT_EXECUTED
-            started.remove(call.id)
-            return OUTCOME_UNKNOWN
-
-        return answer
-
-    # The end
+        self.idle = threading.Event()
+        if self.tools:
+            self.idle.wait(seconds)
 
     def forget_model_calls(self, error: BaseException, node: str = "") -> None:
         """Charge the model calls in flight, or those below a node: they report nothing."""
-        with self.lock:
-            ids = [id_ for id_, one in self.models.items() if str(one.place).startswith(node)]
-            flying = [self.models.pop(id_) for id_ in ids]
-        for one in flying:
-            OWNERS.pop(one.run_id, None)
-            one.forget()
-            one.turn.failed(error)
-            one.step.leave()
+        for one in list(self.stretches):
+            flight = one.flight
+            if isinstance(flight, ModelCallInFlight) and str(flight.place).startswith(node):
+                flight.turn.failed(error)
+                one.leave()
 
-    def left(self, run_id: RunId) -> None:
-        """Forget a chain that is over."""
-        OWNERS.pop(run_id, None)
-        step = self.chains.pop(run_id, None)
-        if step is not None:
-            step.leave()
+    # The end
 
-    def is_over(self, error: BaseException | None) -> None:
+    def over(self, error: BaseException | None) -> None:
         """Note that the graph or chain that this run is has ended, and whether it waits."""
         self.leave(error)
         if self.graph_call is not None:
@@ -370,30 +354,62 @@ class GraphRun:
 
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""
-        with self.lock:
-            for branch in self._branches.values():
-                branch.calls.close()
-            self._branches.clear()
-            for run_id in self.tools:
-                OWNERS.pop(run_id, None)
-            for run_id in list(self.chains):
-                self.left(run_id)
+        for calls in self._all_calls():
+            calls.close()
         self.forget_model_calls(error or asyncio.CancelledError())
+        for one in list(self.stretches):
+            if one.flight is None:
+                one.leave()
+            OWNERS.pop(one.key, None)
         for inner in self.inner.values():
             inner.leave(error)
         self.inner.clear()
 
-    def save(self) -> None:
+    def _closed(self, messages: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return close_history(messages, self.dialect, self._answer)
+
+    def _answer(self, call: Call, number: int) -> Any:
+        for calls in self._all_calls():
+            if any((one.call.id, one.call.name) == (call.id, call.name) for one in calls):
+                return calls.answer(call, number)
+        return self.calls.answer(call, number)
+
+    def ended(
+        self,
+        messages: Sequence[BaseMessage],
+        trip: Trip | None = None,
+        error: BaseException | None = None,
+        *,
+        waits: bool = False,
+    ) -> Flow[Outcome]:
+        """End the run: it completed, was stopped or failed, or waits for a person or to go on."""
+        if trip is not None:
+            self.stop(trip)
+        outcome = yield from self.finish(
+            messages,
+            error=error,
+            waits=waits,
+            next_step=self.next_step,
+            resume=_PAUSED if waits else _STOPPED,
+        )
+        self._graphs.clear()
+        self.settle_interrupted()
+        if waits and error is not None:
+            self.attach(error)
+        return outcome
+
+    def save_counters(self) -> None:
         """Save a checkpoint of the run, where it has a store.
 
         Raises:
             Fenced: The run was resumed elsewhere.
         """
-        if self.run.is_saved:
-            try:
-                self.run.save()
-            except RunFencedError as error:
-                raise Fenced(str(error)) from error
+        if not self.is_saved:
+            return
+        try:
+            self.run.save()
+        except RunFencedError as error:
+            raise Fenced(str(error)) from error
 
     def settle_interrupted(self) -> None:
         """Report the tools whose task was cancelled: nothing of them runs any more."""
@@ -402,23 +418,30 @@ class GraphRun:
             self.run.finished(call, error="interrupted")
 
 
-OWNERS: Final[dict[RunId, GraphRun]] = {}
-"""The innermost run around each chain, model call and tool call that goes on."""
+OWNERS: Final[dict[int | str, Stretch]] = {}
+"""What goes on, by the run id of LangChain's: of the innermost run around it."""
+
+
+def record_of(run_id: RunId | None) -> Stretch | None:
+    """Return what goes on under a run id."""
+    # The hash of a UUID is made in Python, at each look-up.
+    return OWNERS.get(run_id.int if type(run_id) is UUID else run_id)  # type: ignore[arg-type]
 
 
 def owner_of(
-    run_id: RunId | None, parent_run_id: RunId | None, frame: Frame | None
+    record: Stretch | None, parent_run_id: RunId | None, frame: Frame | None
 ) -> GraphRun | None:
-    """Return the innermost run that a call in a frame belongs to, as far as it is known."""
-    known = OWNERS.get(run_id) if run_id is not None else None
-    if known is None and parent_run_id is not None:
-        known = OWNERS.get(parent_run_id)
-    if known is None and OWNERS:
-        known = OWNERS.get(surrounding_run_id())
-    around = _run_of(frame)
+    """Return the innermost run that a call in a frame belongs to, as far as it is known.
+
+    The record is that of the call or of the chain around it.
+    """
+    if record is None and OWNERS:
+        record = record_of(surrounding_run_id())
+    known = None if record is None else record.graph_run
+    around = frame.graph_run if type(frame) is Stretch else _run_of(frame)
     if known is None and around is None and parent_run_id is not None:
         known = _outlived()
-    if known is None or (around is not None and around.is_below(known)):
+    if known is None or (around is not None and around is not known and around.is_below(known)):
         return around
     return known
 
@@ -430,7 +453,7 @@ def run_around() -> GraphRun | None:
 
 def _run_of(frame: Frame | None) -> GraphRun | None:
     while frame is not None:
-        if isinstance(frame, Stretch):
+        if type(frame) is Stretch:
             return frame.graph_run
         frame = frame.above
     return None
@@ -446,7 +469,7 @@ def _outlived() -> GraphRun | None:
 
 def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
     """Return whether a run of another adapter, inside this one, counts the calls in a frame."""
-    if frame is None or isinstance(frame, Stretch) or frame.run is None:
+    if frame is None or type(frame) is Stretch or frame.run is None:
         return False
     above = frame.run.above
     while above is not None:
@@ -456,17 +479,17 @@ def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
     return False
 
 
-def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object]:
-    """Call back when the current task ends: a cancelled call reports no end.
+def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object] | None:
+    """Call back when the current task ends, until what is returned is called.
 
-    Returns:
-        A function that takes it back.
+    A cancelled call reports no end.
     """
-    task: asyncio.Task[Any] | None = None
-    with suppress(RuntimeError):
+    try:
         task = asyncio.current_task()
+    except RuntimeError:
+        return None
     if task is None:
-        return lambda: None
+        return None
 
     def ended(_: object) -> None:
         call_back()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from inspect import signature, unwrap
@@ -24,7 +24,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
 
 from budgetguard_core import AdapterError
-from budgetguard_core.kit import part, run_awaited, run_blocking
+from budgetguard_core.kit import Flow, part, run_awaited, run_blocking
 
 
 def _found(module: str, path: str) -> Any:
@@ -52,7 +52,6 @@ INTERRUPT: Final[str] = _found(_CONSTANTS, "INTERRUPT")
 CHECKPOINTER: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_CHECKPOINTER")
 _CALL: Final[str] = _found(_CONSTANTS, "CONFIG_KEY_CALL")
 _CONFIG: Final[Any] = _found("langchain_core.runnables.config", "var_child_runnable_config")
-_DEFAULT_LIMIT: Final = int(_found("langgraph._internal._config", "DEFAULT_RECURSION_LIMIT"))
 _DEFAULT_HANDLER: Final = _found("langgraph.prebuilt.tool_node", "_default_handle_tool_errors")
 if TYPE_CHECKING:
     from langgraph.prebuilt.tool_node import ToolInvocationError
@@ -102,6 +101,7 @@ def is_drained(error: BaseException | None) -> bool:
     return _DRAINED is not None and isinstance(error, _DRAINED)
 
 
+_NOTHING: Final[Mapping[str, Any]] = {}
 _DEEPEST: Final = 150
 _NEAREST: Final = 20
 _MANAGER: Final = 7
@@ -110,8 +110,6 @@ _STARTS: Final = frozenset({"on_chat_model_start", "on_llm_start"})
 _CALLS: Final = frozenset({"generate", "agenerate", "stream", "astream"})
 _APPROVES: Final = frozenset({"after_model"})
 _RUNNING: Final = frozenset({"_run_one", "_arun_one"})
-# `create_agent` binds it to every agent; it is nobody's choice.
-_BOUND_LIMIT: Final = 9_999
 
 
 @cache
@@ -211,21 +209,25 @@ class Asked(NamedTuple):
     prompts start together there are no messages.
     """
 
+    parameters: Mapping[str, Any]
     model: Any = None
     settings: dict[str, Any] | None = None
     messages: list[Any] | None = None
 
 
-def request_around() -> Asked:
-    """Return the request whose start hook is running."""
+def request_around(parameters: Any) -> Asked:
+    """Return the request whose start hook is running, with what the hook is told of it."""
+    told: Mapping[str, Any] = parameters or _NOTHING
     frame = _frame_of(_CALLS, "kwargs", _NEAREST)
     if frame is None:
-        return Asked()
+        return Asked(told)
     values: Any = frame.f_locals
-    settings, messages = values.get("kwargs"), values.get("messages")
+    settings, messages = values["kwargs"], values.get("messages")
+    # Told apart by their class, which tells a checker of types nothing of what is in them.
     if messages.__class__ is list and messages and messages[0].__class__ is list:
         messages = messages[0] if len(messages) == 1 else None
     return Asked(
+        told,
         values.get("self"),
         settings if settings.__class__ is dict else None,
         messages if messages.__class__ is list else None,
@@ -268,7 +270,7 @@ class WaitingHook:
     awaited one raises in synchronous code. So what it gets to see depends on who asks.
     """
 
-    def __init__(self, flow: str) -> None:
+    def __init__(self, flow: Callable[..., Flow[None] | None]) -> None:
         self._flow = flow
 
     def __get__(self, handler: object, owner: type) -> Any:
@@ -276,20 +278,21 @@ class WaitingHook:
         return MethodType(self._awaited if asks == _AWAITS else self._blocking, handler)
 
     def _blocking(self, handler: object, *given: Any, **facts: Any) -> None:
-        run_blocking(getattr(handler, self._flow)(*given, **facts))
+        flow = self._flow(handler, *given, **facts)
+        if flow is not None:  # else there is nothing to wait for
+            run_blocking(flow)
 
     async def _awaited(self, handler: object, *given: Any, **facts: Any) -> None:
         try:
-            await run_awaited(getattr(handler, self._flow)(*given, **facts))
+            flow = self._flow(handler, *given, **facts)
+            if flow is not None:
+                await run_awaited(flow)
         except BaseException:
             _close_pending_hooks()
             raise
 
 
 # Configurations
-
-
-_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 def _around() -> Mapping[str, Any]:
@@ -330,20 +333,6 @@ def with_callback(callbacks: Any, added: Any) -> Any:
         callbacks.add_handler(added, inherit=True)
         return callbacks
     return [*callbacks, added]
-
-
-def recursion_limit(graph: Any, config: Any, needed: int | None) -> int | None:
-    """Return a limit that does not fire within the caps; None to leave it as it is.
-
-    One that the user set holds, wherever it was set.
-    """
-    given: Any = None if config is None else config.get("recursion_limit")
-    own: Any = None if graph.config is None else graph.config.get("recursion_limit")
-    if needed is None or given is not None:
-        return None
-    if own is not None and own not in (_BOUND_LIMIT, _DEFAULT_LIMIT):
-        return None
-    return needed if needed > (own or _DEFAULT_LIMIT) else None
 
 
 # Models and tools

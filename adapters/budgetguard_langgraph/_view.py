@@ -1,12 +1,16 @@
-"""The caller's view of a bounded graph's stream, and of the state that it ends with."""
+"""The stream of a bounded run, and the caller's view of it and of the state that it ends with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, cast
 
 from langgraph.types import StateSnapshot
 
+from budgetguard_core import Trip
+from budgetguard_core.kit import Scope, Step, entered
+from budgetguard_langgraph._run import GraphRun, Stretch
 from budgetguard_langgraph._seams import INTERRUPT, ROOT
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 
@@ -15,6 +19,50 @@ NODE: Final = "budgetguard"
 _STATES: Final = frozenset({"updates", "values"})
 _THREADS: Final = frozenset({"checkpoints", "debug"})
 _LISTS: Final = frozenset({"debug", "tasks", "checkpoints"})
+
+
+class Parts:
+    """The stream of a run, pulled chunk by chunk: what reads it is no part of the run.
+
+    One pull is made after the other in the very task of the run: its context is the run's.
+    """
+
+    OVER: Final = object()
+
+    def __init__(self, graph_run: GraphRun, parts: Any, stops: tuple[type[Exception], ...]) -> None:
+        self._frame = Stretch(graph_run)
+        self._parts = parts
+        self._stops = stops
+        self._scope = Scope(graph_run.run)
+        self.next = Step(self._next, self._anext)
+        """The step of the next chunk; `OVER` where there is none."""
+
+    @property
+    def trip(self) -> Trip | None:
+        """The stop by which a pull was cut."""
+        return self._scope.trip
+
+    def close(self) -> Step:
+        """Return the step that ends the stream."""
+        self._scope.close()
+        return Step(self._close, self._aclose)
+
+    def _next(self) -> Any:
+        with entered(self._frame):
+            return next(self._parts, self.OVER)
+
+    async def _anext(self) -> Any:
+        with entered(self._frame), self._scope:
+            return await anext(self._parts, self.OVER)
+        return self.OVER  # it was cut
+
+    def _close(self) -> None:
+        with entered(self._frame), suppress(*self._stops):
+            self._parts.close()
+
+    async def _aclose(self) -> None:
+        with entered(self._frame), suppress(*self._stops):
+            await self._parts.aclose()
 
 
 class View:
@@ -52,13 +100,14 @@ class View:
             namespace, mode, payload = chunk
         else:
             mode, payload = chunk
-        if mode in _LISTS:
+        if mode in _LISTS or (
+            mode in _STATES and isinstance(payload, dict) and INTERRUPT in payload
+        ):
             payload = _without_stops(payload)
-        stops = False
-        if mode in _STATES:
-            payload, interrupts, stops = _asked_for(payload, interrupts)
-        if stops and not payload:
-            return ()
+            if not payload:
+                return ()  # it told of nothing else
+        if interrupts:
+            interrupts = tuple(one for one in interrupts if not is_budget_interrupt(one))
         if mode == "values" and not namespace:
             self.latest = payload
         return (self.chunk(mode, payload, namespace, interrupts),) if mode in self._modes else ()
@@ -127,31 +176,19 @@ class View:
                 yield self.chunk("debug", event)
 
 
-def _asked_for(payload: Any, interrupts: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
-    """Take the interrupts of budgets out of a state; return whether there were any."""
-    known: dict[str, Any] = dict(cast("Any", payload)) if isinstance(payload, dict) else {}
-    told = tuple(known.get(INTERRUPT, ()))
-    asked = tuple(one for one in told if not is_budget_interrupt(one))
-    kept = tuple(one for one in interrupts if not is_budget_interrupt(one))
-    if len(asked) == len(told) and len(kept) == len(interrupts):
-        return cast("Any", payload), interrupts, False
-    if told:
-        left = {name: value for name, value in known.items() if name != INTERRUPT}
-        payload = {**left, INTERRUPT: asked} if asked else left
-    return cast("Any", payload), kept, True
-
-
 def _without_stops(payload: Any) -> Any:
-    """Take the interrupts of budgets out of a task, a checkpoint or a debug event."""
+    """Take the interrupts of budgets out of a state, a task, a checkpoint or a debug event."""
     if isinstance(payload, list):
         return [_without_stops(one) for one in cast("list[Any]", payload)]
     if not isinstance(payload, dict):
         return payload
     found: dict[str, Any] = {}
     for name, value in cast("dict[str, Any]", payload).items():
-        if name == "interrupts" and isinstance(value, (list, tuple)):
-            kept = [one for one in cast("Sequence[Any]", value) if not is_budget_interrupt(one)]
-            found[name] = kept if isinstance(value, list) else tuple(kept)
+        if name in ("interrupts", INTERRUPT) and isinstance(value, (list, tuple)):
+            listed = cast("Sequence[Any]", value)
+            kept = [one for one in listed if not is_budget_interrupt(one)]
+            if kept or name != INTERRUPT:
+                found[name] = kept if isinstance(value, list) else tuple(kept)
         elif name in ("payload", "tasks"):
             found[name] = _without_stops(value)
         else:

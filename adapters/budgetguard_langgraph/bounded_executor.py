@@ -22,9 +22,10 @@ from budgetguard_core.kit import (
     synthetic_text,
 )
 from budgetguard_langgraph._endings import with_own_outcome
-from budgetguard_langgraph._run import GraphRun, run_around
-from budgetguard_langgraph._seams import surrounding_callbacks, thread_of, with_callback
-from budgetguard_langgraph._session import Attached, Parts
+from budgetguard_langgraph._run import run_around
+from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
+from budgetguard_langgraph._view import Parts
+from budgetguard_langgraph.callback import BudgetCallback
 
 with required("langchain-classic", module="langchain_classic", extra="langchain"):
     from langchain_classic import agents
@@ -57,11 +58,10 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
     def _run(
         self, given: dict[str, Any], config: Any, options: dict[str, Any], stream: Any
     ) -> Flow[dict[str, Any]]:
-        callback = Attached(self._envelope)
-        run = self._envelope.open(
-            user_spoke=True, config=config, given=given, thread=thread_of(config)
-        )
-        mine = callback.begin(run, run_around())
+        callback = BudgetCallback(self._envelope)
+        callback.ends_elsewhere = True
+        mine = callback.open(run_around(), given, config)
+        run = mine.run
         around: dict[str, Any] = dict(config or {})
         callbacks = around.get("callbacks") or surrounding_callbacks()
         attached = {**around, "callbacks": with_callback(callbacks, callback)}
@@ -80,38 +80,26 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         except BaseException as error:
             yield parts.close()
             mine.leave(error)
-            history = _history(given, steps, None, run.guard, None)
-            self.outcome = run.fail(error, history, saved_messages=[str(step) for step in steps])
+            self.outcome = yield from mine.ended(_history(given, steps), error=error)
             raise
         yield parts.close()
         mine.leave(None)
         trip = run.stopped_by or parts.trip or trip
-        return self._ended(mine, trip, given, {**given, **result}, steps)
-
-    def _ended(
-        self,
-        mine: GraphRun,
-        trip: Trip | None,
-        given: dict[str, Any],
-        ended: dict[str, Any],
-        steps: Sequence[Any],
-    ) -> dict[str, Any]:
-        run = mine.run
+        ended = {**given, **result}
+        output = ended.get("output")
         if trip is not None:
-            output = {"output": synthetic_text(run.guard), "intermediate_steps": list(steps)}
-            ended = {**given, **output, "stop_reason": str(trip.reason)}
-        elif run.is_enforced and _LIMIT.match(str(ended.get("output"))):
-            trip = run.framework_limit(str(ended.get("output")))
-            ended = {**ended, "stop_reason": str(trip.reason)}
-        outcome = run.end(
-            _history(given, steps, ended.get("output"), run.guard, trip),
-            ended.get("output"),
-            trip=trip,
-            saved_messages=[str(step) for step in steps],
-            next_step=mine.next_step,
-        )
-        mine.settle_interrupted()
-        self.outcome = outcome
+            output = synthetic_text(run.guard)
+            ended = {**given, "output": output, "intermediate_steps": steps}
+        elif run.is_enforced and _LIMIT.match(str(output)):
+            trip = run.framework_limit(str(output))
+        if trip is not None:
+            ended["stop_reason"] = str(trip.reason)
+            mine.stop(trip)
+        marks = {} if trip is None else synthetic_metadata(run.guard, trip)
+        messages = _history(given, steps)
+        if output is not None:
+            messages.append(AIMessage(str(output), response_metadata=marks))
+        outcome = self.outcome = yield from mine.ended(messages)
         if trip is not None and (run.is_to_raise or mine.goes_through(trip)):
             raise BudgetExceeded(trip, outcome)
         return with_own_outcome(ended, outcome)
@@ -144,21 +132,12 @@ def bounded_executor(
     return BoundedExecutor(executor, envelope)
 
 
-def _history(
-    given: dict[str, Any], steps: Sequence[Any], output: Any, guard: Guard, trip: Trip | None
-) -> list[BaseMessage]:
+def _history(given: dict[str, Any], steps: Sequence[Any]) -> list[BaseMessage]:
     messages: list[BaseMessage] = [HumanMessage(str(given.get("input", "")))]
     for action, observation in steps:
         messages += getattr(action, "message_log", None) or [AIMessage(str(action.log))]
-        messages.append(_observed(action, observation))
-    if output is None:
-        return messages
-    marks = {} if trip is None else synthetic_metadata(guard, trip)
-    return [*messages, AIMessage(str(output), response_metadata=marks)]
-
-
-def _observed(action: Any, observation: Any) -> BaseMessage:
-    id_ = getattr(action, "tool_call_id", None)
-    if id_ is None:
-        return HumanMessage(str(observation))
-    return ToolMessage(str(observation), tool_call_id=id_, name=action.tool)
+        id_ = getattr(action, "tool_call_id", None)
+        text = str(observation)
+        made = ToolMessage(text, tool_call_id=id_, name=action.tool) if id_ else HumanMessage(text)
+        messages.append(made)
+    return messages

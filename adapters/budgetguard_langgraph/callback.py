@@ -5,14 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Unpack, cast
+from types import MappingProxyType
+from typing import Any, Unpack
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langgraph.types import Command
 
-from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Outcome, Trip
+from budgetguard_core import (
+    AdapterError,
+    Budget,
+    BudgetExceeded,
+    Guard,
+    Outcome,
+    Snapshot,
+    Trip,
+)
 from budgetguard_core.kit import (
     FRAME,
     Envelope,
@@ -25,9 +34,16 @@ from budgetguard_core.kit import (
     envelope_of,
     take_answers,
 )
-from budgetguard_langgraph import _approvals, _calls, _endings
+from budgetguard_langgraph import _calls, _endings
 from budgetguard_langgraph._pauses import Thread
-from budgetguard_langgraph._run import OWNERS, GraphRun, RunId, Stretch, is_counted_below, owner_of
+from budgetguard_langgraph._run import (
+    GraphRun,
+    RunId,
+    Stretch,
+    is_counted_below,
+    owner_of,
+    record_of,
+)
 from budgetguard_langgraph._seams import (
     WaitingHook,
     configuration,
@@ -38,7 +54,12 @@ from budgetguard_langgraph._seams import (
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal
-from budgetguard_langgraph.questions import asker, taken
+from budgetguard_langgraph.questions import asker, taken, watch_approvals
+
+
+def goes_on(given: Any) -> bool:
+    """Return whether a graph is to go on with what its thread is at."""
+    return given is None or isinstance(given, Command)
 
 
 class BudgetCallback(BaseCallbackHandler):
@@ -67,7 +88,9 @@ class BudgetCallback(BaseCallbackHandler):
     run_inline = True
 
     ends_elsewhere = False
-    """Whether somebody else writes the ending of this callback's runs."""
+    """Whether its one run was opened and is ended by somebody else."""
+    is_found = False
+    """Whether LangChain finds it by where the code is, as nobody passes it on."""
     ends_in_a_node = False
     """Whether a node of the graph itself writes it, which has to start for that."""
 
@@ -100,13 +123,6 @@ class BudgetCallback(BaseCallbackHandler):
 
     # Chains and graphs: observed only. Raising here loses answers that are paid for.
 
-    on_chain_start: Any = WaitingHook("_start_chain")
-    on_chain_end: Any = WaitingHook("_end_chain")
-    on_chain_error: Any = WaitingHook("_fail_chain")
-    on_chat_model_start: Any = WaitingHook("_start_model_call")
-    on_llm_start: Any = on_chat_model_start
-    on_tool_start: Any = WaitingHook("_start_tool_call")
-
     def _start_chain(
         self,
         serialized: dict[str, Any] | None,
@@ -117,73 +133,85 @@ class BudgetCallback(BaseCallbackHandler):
         metadata: dict[str, Any] | None = None,
         tags: list[str] | None = None,
         **_: Any,
-    ) -> Flow[None]:
+    ) -> Flow[None] | None:
         """Note whose run a chain belongs to, and start no step of a run that was stopped."""
+        opened = self._last
+        if self.ends_elsewhere and opened is not None and opened.root is None:
+            opened.root, opened.graph_call = run_id, graph_call()  # the first is the graph itself
         frame = current()
-        owner = owner_of(run_id, parent_run_id, frame)
-        mine = None if owner is None else owner.opened_by(self)
+        known = record_of(run_id)
+        owner = owner_of(known or record_of(parent_run_id), parent_run_id, frame)
+        mine = owner
+        if owner is not None and owner.opener is not self:
+            mine = owner.opened_by(self)
         if mine is None and not self._stands_back(owner):
-            owner = mine = yield from self._begin(run_id, inputs, owner, metadata)
+            return self._begin(run_id, inputs, owner, metadata, tags, parent_run_id)
         if owner is None:
-            return
-        if mine is owner:
-            self._start_step(owner, is_step(tags), parent_run_id, metadata)
-        owner.chains.setdefault(run_id, None)
-        OWNERS[run_id] = owner
-        if mine is not owner or run_id == owner.root or is_counted_below(owner, frame):
-            return
-        if type(frame) is not Stretch or frame.graph_run is not owner or frame.call is not None:
-            # Only below the root: what reads a stream from outside is no part of the run.
-            around = None if frame is None else frame.call
-            if isinstance(frame, Stretch) and not isinstance(around, OpenToolCall):
-                around = None  # only a tool call keeps the frame of its body alive
-            FRAME.set(step := Stretch(owner, around, run_id))
-            owner.chains[run_id] = step
+            return None
+        if mine is owner and is_step(tags):
+            self._start_step(owner, parent_run_id, metadata)
+        if mine is not owner and known is not None:
+            return None
+        is_inside = type(frame) is Stretch and frame.graph_run is owner and frame.call is None
+        around = None if frame is None else frame.call
+        if type(frame) is Stretch and type(around) is not OpenToolCall:
+            around = None  # only a tool call keeps the frame of its body alive
+        step = Stretch(owner, run_id, around)
+        # Only below the root: what reads a stream from outside is no part of the run.
+        is_below = mine is owner and run_id is not owner.root
+        if is_below and not is_inside and not is_counted_below(owner, frame):
+            FRAME.set(step)
+        return None
 
     def _start_step(
-        self,
-        owner: GraphRun,
-        is_node: bool,
-        above: RunId | None,
-        metadata: Mapping[str, Any] | None,
+        self, owner: GraphRun, above: RunId | None, metadata: Mapping[str, Any] | None
     ) -> None:
         """Raise where a step of a run begins that was stopped, whatever its node calls."""
-        ends = self.ends_in_a_node or owner.ends_in_a_node
-        if not is_node or (ends and above == owner.root):
+        if (self.ends_in_a_node or owner.ends_in_a_node) and above == owner.root:
             return
-        if owner.is_answered and owner.goes_on_with(above, (metadata or {}).get("langgraph_step")):
+        told = metadata or {}
+        if owner.resumed and owner.goes_on_with(above, told.get("langgraph_step")):
             return
         trip = owner.has_to_end()
         if trip is not None:
-            name = (metadata or {}).get("langgraph_node")
-            owner.next_step = owner.next_step or f"run the node {name}"
+            owner.next_step = owner.next_step or f"run the node {told.get('langgraph_node')}"
             raise _endings.stop(owner, trip, ())
 
-    def _end_chain(self, outputs: Any, *, run_id: UUID, **_: Any) -> Flow[None]:
+    def _end_chain(self, outputs: Any, *, run_id: UUID, **_: Any) -> Flow[None] | None:
         """End the run when its root has ended."""
-        yield from self._over(run_id, outputs, None)
+        return self._over(run_id, outputs, None)
 
     def _fail_chain(
         self, error: BaseException, *, run_id: UUID, tags: list[str] | None = None, **_: Any
-    ) -> Flow[None]:
+    ) -> Flow[None] | None:
         """End the run when its root has failed; a stop gets its outcome.
 
         What was refused to a client in a node ends the graph as a refused tool does.
         """
-        mine = self._flying(run_id) if is_step(tags) and is_refusal(error) else None
-        yield from self._over(run_id, None, error)
-        self._stop(mine, None if mine is None else mine.run.check())
+        record = self._flying(run_id) if is_step(tags) and is_refusal(error) else None
+        flow = self._over(run_id, None, error)
+        if flow is None and record is not None:
+            self._stop(record.graph_run, record.run.check())
+        return flow
 
-    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> Flow[None]:
-        owner = OWNERS.get(run_id)
-        if owner is None or owner.opened_by(self) is None:
-            return
-        owner.left(run_id)
-        # The first callback that hears of it ends all runs that are this call, the innermost first.
+    def _over(self, run_id: RunId, outputs: Any, error: BaseException | None) -> Flow[None] | None:
+        record = record_of(run_id)
+        if record is None:
+            return None
+        owner = record.graph_run
+        if owner.opener is not self and owner.opened_by(self) is None:
+            return None
+        record.leave()
+        # The first callback that hears of it ends all runs that are this call.
+        return self._end(run_id, owner, outputs, error) if record.run_id is owner.root else None
+
+    def _end(
+        self, run_id: RunId, innermost: GraphRun, outputs: Any, error: BaseException | None
+    ) -> Flow[None]:
         stop: BudgetExceeded | None = None
-        mine: GraphRun | None = owner
+        mine: GraphRun | None = innermost
         while mine is not None and mine.root == run_id:
-            mine.is_over(error)
+            mine.over(error)
             opener: BudgetCallback = mine.opener
             if not opener.ends_elsewhere:
                 ended = yield from _endings.end(mine, outputs, error, opener.messages_key)
@@ -193,102 +221,166 @@ class BudgetCallback(BaseCallbackHandler):
         if stop is not None:
             raise stop
 
-    def _stop(self, mine: GraphRun | None, trip: Trip | None, prompt: Sequence[Any] = ()) -> None:
-        if mine is not None and trip is not None:
+    def _stop(self, mine: GraphRun, trip: Trip | None, prompt: Sequence[Any] = ()) -> None:
+        if trip is not None:
             raise _endings.stop(mine, trip, prompt)
+
+    on_chain_start: Any = WaitingHook(_start_chain)
+    on_chain_end: Any = WaitingHook(_end_chain)
+    on_chain_error: Any = WaitingHook(_fail_chain)
 
     # Models
 
     def _start_model_call(
-        self, serialized: Any, prompts: Any, *, run_id: UUID, **facts: Any
-    ) -> Flow[None]:
+        self,
+        serialized: Any,
+        prompts: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
+        invocation_params: Any = None,
+        batch_size: int = 1,
+        **_: Any,
+    ) -> Flow[None] | None:
         """Admit a model call, or stop the run."""
-        above = facts.get("parent_run_id")
-        mine = self._counting(run_id, above)
-        if mine is not None:
-            asked = request_around()
-            trip = yield from _calls.start_model_call(mine, run_id, above, prompts, asked, facts)
-            self._stop(mine, trip, prompts[0] if prompts else ())
+        mine = self._counting(run_id, parent_run_id)
+        if mine is None:
+            return None
+        asked = request_around(invocation_params)
+        return self._ask_model(mine, run_id, parent_run_id, prompts, asked, metadata, batch_size)
+
+    def _ask_model(
+        self, mine: GraphRun, run_id: RunId, parent: RunId | None, prompts: Any, *facts: Any
+    ) -> Flow[None]:
+        trip = yield from _calls.start_model_call(mine, run_id, parent, prompts, *facts)
+        self._stop(mine, trip, prompts[0] if prompts else ())
+
+    on_chat_model_start: Any = WaitingHook(_start_model_call)
+    on_llm_start: Any = on_chat_model_start
 
     def on_llm_new_token(
         self, token: str | list[str | dict[str, Any]], *, chunk: Any = None, run_id: UUID, **_: Any
     ) -> None:
         """Measure a stream, and end it when the deadline has passed or the run was aborted."""
-        mine = self._flying(run_id)
-        if mine is not None:
+        record = self._flying(run_id)
+        if record is not None:
             text = token if isinstance(token, str) else str(token)
-            self._stop(mine, _calls.measure_token(mine, run_id, text, chunk))
+            self._stop(record.graph_run, _calls.measure_token(record, text, chunk))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that answered."""
-        mine = self._flying(run_id)
-        if mine is not None:
-            _calls.end_model_call(mine, run_id, response)
+        record = self._flying(run_id)
+        if record is not None:
+            _calls.end_model_call(record, response)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Charge a model call that failed or was cancelled."""
-        mine = self._flying(run_id)
-        if mine is not None:
-            _calls.fail_model_call(mine, run_id, error)
+        record = self._flying(run_id)
+        if record is not None:
+            _calls.fail_model_call(record, error)
 
     # Tools
 
     def _start_tool_call(
-        self, serialized: Any, given: str, *, run_id: UUID, **facts: Any
-    ) -> Flow[None]:
+        self,
+        serialized: dict[str, Any] | None,
+        given: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
+        inputs: Any = None,
+        tool_call_id: str | None = None,
+        **_: Any,
+    ) -> Flow[None] | None:
         """Admit a tool call together with the others of its batch, refuse it, or stop the run."""
-        mine = self._counting(run_id, facts.get("parent_run_id"))
-        if mine is not None:
-            refused = yield from _calls.start_tool_call(mine, run_id, serialized, given, facts)
-            if isinstance(refused, Exception):
-                raise refused
-            self._stop(mine, refused)
+        mine = self._counting(run_id, parent_run_id)
+        if mine is None:
+            return None
+        name: str = (serialized or {}).get("name") or ""
+        told = given if inputs is None else inputs
+        return self._ask_tool(mine, run_id, name, told, tool_call_id, metadata or {})
+
+    def _ask_tool(self, mine: GraphRun, *facts: Any) -> Flow[None]:
+        refused = yield from _calls.start_tool_call(mine, *facts)
+        if isinstance(refused, Exception):
+            raise refused
+        self._stop(mine, refused)
+
+    on_tool_start: Any = WaitingHook(_start_tool_call)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that returned."""
-        mine = self._flying(run_id)
-        if mine is not None:
-            _calls.end_tool_call(mine, run_id, output)
+        record = self._flying(run_id)
+        if record is not None:
+            _calls.end_tool_call(record, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         """Settle a tool call that failed; one that a stop or a person interrupted stays open."""
-        mine = self._flying(run_id)
-        self._stop(mine, None if mine is None else _calls.fail_tool_call(mine, run_id, error))
+        record = self._flying(run_id)
+        if record is not None:
+            self._stop(record.graph_run, _calls.fail_tool_call(record, error))
 
     # Whose run it is
 
     def _begin(
-        self, run_id: RunId, given: Any, owner: GraphRun | None, metadata: dict[str, Any] | None
-    ) -> Flow[GraphRun]:
-        _approvals.attach()
+        self,
+        run_id: RunId,
+        given: Any,
+        owner: GraphRun | None,
+        metadata: dict[str, Any] | None,
+        tags: list[str] | None,
+        above: RunId | None,
+    ) -> Flow[None]:
         call = graph_call()
-        goes_on = given is None or isinstance(given, Command)
-        thread, kept, slot = None, None, 0
+        thread, kept, answers = None, None, {}
         # A chain's hooks are told the metadata of its configuration, and no more of it.
         config: Any = {"metadata": metadata or {}} if call is None else call.config
         if call is not None:
-            thread = Thread(call.graph, configuration(config))
-            slot = thread.slot_in(owner)
-            kept = (yield from thread.kept(slot)) if goes_on else None
-            answers = getattr(cast("object", given), "resume", None)
-            if answers is not None and thread.asks_nobody:
+            thread = Thread(call.graph, configuration(config), owner)
+            if goes_on(given):
+                kept = yield from thread.kept()
+                answers = taken(given, thread.waiting)[0]
+            if getattr(given, "resume", None) is not None and thread.asks_nobody:
                 raise AdapterError(ANSWERED)
         around = current()
         inside = owner is None or (around is not None and around.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
-            run = self._open(
-                user_spoke=not goes_on,
-                resume=kept,
-                config=config,
-                given=given,
-                thread=thread_of(config),
-                asks=asker(self.envelope, thread),
-            )
-        if thread is not None and goes_on:
-            take_answers(run, taken(given, thread.waiting)[0])
+            mine = self.open(owner, given, config, thread, answers, resume=kept)
+        mine.root, mine.graph_call = run_id, call
+        Stretch(mine, run_id)
+        if is_step(tags):
+            self._start_step(mine, above, metadata)
+
+    def open(
+        self,
+        outer: GraphRun | None,
+        given: Any,
+        config: Any,
+        thread: Thread | None = None,
+        answers: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        resume: Snapshot | None = None,
+        fresh: bool = False,
+        answered: bool = True,
+    ) -> GraphRun:
+        """Open the run of a graph or chain that is called."""
+        watch_approvals()
+        run = self._open(
+            user_spoke=not goes_on(given),
+            resume=resume,
+            fresh=fresh,
+            config=config,
+            given=given,
+            thread=thread_of(config),
+            asks=asker(self.envelope, thread),
+        )
+        take_answers(run, answers)
+        # Its first node may be one that asks no model, and hang.
         run.guard.start()
-        mine = GraphRun(run, self, run_id, owner, answered=kept is not None)
-        mine.thread, mine.slot, mine.graph_call = thread, slot, call
+        mine = GraphRun(run, self, None, outer, answered=answered and resume is not None)
+        mine.thread = thread
         self._last = mine
         return mine
 
@@ -296,11 +388,16 @@ class BudgetCallback(BaseCallbackHandler):
         return self.envelope.open(**facts)
 
     def let_go(self) -> None:
-        """Forget a run that is over, where nobody asks for it: it is kept for `outcome`."""
+        """Forget a run that is over, where this lives as long as its agent or guard."""
+        if self.is_found:
+            self._last = None
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Return whether this callback leaves the runs that it sees to others."""
-        return False
+        """Return whether what is opened inside is left to others: it is a part of the guard."""
+        guard = self.envelope.budget
+        if owner is None or not self.is_found or not isinstance(guard, Guard):
+            return False
+        return any(guard in one.lineage for one in owner.run.guards)
 
     def _own_loose_run(self) -> GraphRun:
         """Return the run of models and tools that are called on their own."""
@@ -312,15 +409,20 @@ class BudgetCallback(BaseCallbackHandler):
     def _counting(self, run_id: RunId, parent_run_id: RunId | None) -> GraphRun | None:
         """Return this callback's run where it is the innermost one around a call."""
         frame = current()
-        owner = owner_of(run_id, parent_run_id, frame)
-        mine = None if owner is None else owner.opened_by(self)
+        known = record_of(run_id)
+        owner = owner_of(known or record_of(parent_run_id), parent_run_id, frame)
+        mine = owner
+        if owner is not None and owner.opener is not self:
+            mine = owner.opened_by(self)
         if mine is None:
             if self._stands_back(owner):
                 return None
             mine = self._run_in(owner)
         elif mine is not owner:
             return None
-        return None if is_counted_below(mine, frame) else mine
+        is_known = known is not None and known.graph_run is mine  # it was given to it twice
+        is_below = type(frame) is not Stretch and is_counted_below(mine, frame)
+        return None if is_known or is_below else mine
 
     def _run_in(self, owner: GraphRun | None) -> GraphRun:
         """Return the run of a call that was given this callback by itself."""
@@ -337,10 +439,10 @@ class BudgetCallback(BaseCallbackHandler):
         self._last = found
         return found
 
-    def _flying(self, run_id: RunId) -> GraphRun | None:
-        """Return this callback's run where it has counted a call that goes on."""
-        owner = OWNERS.get(run_id)
-        return owner if owner is not None and owner.opener is self else None
+    def _flying(self, run_id: RunId) -> Stretch | None:
+        """Return what goes on under a run id, where it is of this callback's own run."""
+        record = record_of(run_id)
+        return record if record is not None and record.graph_run.opener is self else None
 
     def __copy__(self) -> BudgetCallback:
         return self

@@ -60,6 +60,12 @@ def is_budget_interrupt(interrupt: Any) -> bool:
     return bool(part(part(interrupt, "value"), "type") == TYPE)
 
 
+def is_stop_below(error: BaseException) -> bool:
+    """Return whether a graph inside was stopped: LangGraph makes one interrupt of several stops."""
+    asked: Any = error.args[0] if isinstance(error, GraphInterrupt) and error.args else ()
+    return bool(asked) and all(is_budget_interrupt(one) for one in asked)
+
+
 def is_refusal(error: BaseException) -> bool:
     """Return whether an error of a client says only that its call was refused, below in HTTP."""
     response: Any = getattr(error, "response", None)

@@ -16,6 +16,7 @@ from langchain.agents.middleware.types import (
     OmitFromInput,
 )
 from langchain_core.messages import BaseMessage, ToolMessage
+from langgraph.errors import GraphInterrupt
 from langgraph.types import Command
 
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard
@@ -30,13 +31,13 @@ from budgetguard_core.kit import (
     run_awaited,
     run_blocking,
 )
-from budgetguard_langgraph._ambient import FoundCallback, agents
-from budgetguard_langgraph._endings import answer_of_the_last_model, closing_of
+from budgetguard_langgraph._ambient import agents
+from budgetguard_langgraph._endings import question_to
 from budgetguard_langgraph._messages import is_synthetic
 from budgetguard_langgraph._run import GraphRun, owner_of
 from budgetguard_langgraph._seams import configuration, middleware_of
 from budgetguard_langgraph.callback import BudgetCallback
-from budgetguard_langgraph.interrupts import BudgetInterrupt
+from budgetguard_langgraph.interrupts import BudgetInterrupt, is_stop_below
 from budgetguard_langgraph.progress import report_progress
 
 
@@ -75,8 +76,8 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         super().__init__()
         self._around = budget is None
         envelope = envelope_of(budget, default=Budget(), **options)
-        self.callback = FoundCallback(envelope)
-        self.callback.ends_in_a_node = True
+        self.callback = BudgetCallback(envelope)
+        self.callback.is_found = self.callback.ends_in_a_node = True
         self.tools: Sequence[Any] = [report_progress] if envelope.may_ask_for_progress else []
 
     # The run
@@ -119,7 +120,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         """Keep a stop inside a tool from ending the whole graph."""
         try:
             return handler(request)
-        except BudgetExceeded as stop:
+        except (BudgetExceeded, GraphInterrupt) as stop:
             return self._interrupted(request, stop)
 
     async def awrap_tool_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -127,7 +128,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         try:
             with self._watched():
                 return await handler(request)
-        except BudgetExceeded as stop:
+        except (BudgetExceeded, GraphInterrupt) as stop:
             return self._interrupted(request, stop)
 
     # The ending
@@ -156,32 +157,32 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
 
     def _ending(self, request: Any, stop: BudgetExceeded) -> Flow[ExtendedModelResponse[Any]]:
         messages: list[BaseMessage] = list(request.messages)
-        mine = self._ends(stop)
-        if mine is None or is_synthetic(messages[-1] if messages else None):
-            # The second: something goes on after the end; the graph is stopped where it is.
+        mine = self._mine()
+        is_over = is_synthetic(messages[-1] if messages else None)
+        if mine is None or is_over or mine.goes_through(stop.trip):
+            # The second: something goes on after the end; the graph is stopped where it is. The
+            # third: it is the stop of a run around this one, which ends.
             raise stop
         told: Any = request.system_message
         system = () if told is None else (told,)
-        answer = yield from answer_of_the_last_model(
-            mine, stop.trip, messages, model=request.model, system=system
-        )
-        _, new = closing_of(mine, stop.trip, messages, answer)
+        mine.stop(stop.trip)
+        ending = yield from mine.close(messages, question_to(mine, request.model, system))
+        mine.ending = None  # that of this agent, which may be one of several in its run
         update: dict[str, Any] = {"jump_to": "end", "stop_reason": str(stop.trip.reason)}
-        response = ModelResponse[Any](result=new)
+        response = ModelResponse[Any](result=ending.new)
         return ExtendedModelResponse(model_response=response, command=Command(update=update))
 
-    def _interrupted(self, request: Any, stop: BudgetExceeded) -> ToolMessage:
-        if self._ends(stop) is None:
+    def _interrupted(self, request: Any, stop: BudgetExceeded | GraphInterrupt) -> ToolMessage:
+        mine = self._mine()
+        trip: Any = getattr(stop, "trip", None)
+        if mine is not None and trip is None and is_stop_below(stop):
+            trip = mine.run.stopped_by
+        if mine is None or trip is None or mine.goes_through(trip):
             raise stop
         call = request.tool_call
         return ToolMessage(
             OUTCOME_UNKNOWN, tool_call_id=call["id"], name=call["name"], status="error"
         )
-
-    def _ends(self, stop: BudgetExceeded) -> GraphRun | None:
-        """Return this agent's run, unless the stop is that of a run around it and goes through."""
-        mine = self._mine()
-        return None if mine is None or mine.goes_through(stop.trip) else mine
 
 
 def _callback_of(graph: Any) -> BudgetCallback | None:

@@ -9,27 +9,25 @@ from typing import Any, Final, TypeAlias, cast
 
 from langchain_core.messages import BaseMessage
 from langgraph.pregel import Pregel  # pyright: ignore[reportMissingTypeStubs]
-from langgraph.types import Command, StateSnapshot, StateUpdate
+from langgraph.types import StateSnapshot, StateUpdate
 
 from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import Envelope, Flow, outcome_of, run_awaited, run_blocking
-from budgetguard_langgraph._closing import (
+from budgetguard_langgraph._messages import (
     conversation_key,
+    has_open_calls,
     holds_another,
-    is_deferred,
-    is_sent,
+    is_synthetic,
+    messages_of,
     replaced,
 )
-from budgetguard_langgraph._messages import has_open_calls, is_synthetic, messages_of
 from budgetguard_langgraph._pauses import Thread, both, with_outcome
 from budgetguard_langgraph._seams import COPY, ROOT, configuration
-from budgetguard_langgraph._session import Terms
 from budgetguard_langgraph.bounded import bind, bounded, plain, terms_of
 
 _Graph: TypeAlias = Pregel[Any, Any, Any, Any]
 
 _PAST: Final = 32
-_STOP_REASON: Final = "stop_reason"
 _COPY: Final = [[StateUpdate(None, COPY)]]
 _DELTAS: Final = "counters_since_delta_snapshot"
 
@@ -55,8 +53,8 @@ def resume(
             thread, because there is no checkpointer or no `thread_id`; or a tenant paid for the
             guard that was around it, and a `Budget` does not say who pays now.
     """
-    again, given = run_blocking(_prepared(graph, config, budget))
-    return again.invoke(given, config, **options)
+    again = run_blocking(_prepared(graph, config, budget))
+    return again.invoke(None, config, **options)
 
 
 def resume_stream(
@@ -66,8 +64,8 @@ def resume_stream(
     **options: Any,
 ) -> Iterator[dict[str, Any] | Any]:
     """Go on with a stopped thread as `resume` does, and return what `stream` returns."""
-    again, given = run_blocking(_prepared(graph, config, budget))
-    found: Iterator[Any] = again.stream(given, config, **options)
+    again = run_blocking(_prepared(graph, config, budget))
+    found: Iterator[Any] = again.stream(None, config, **options)
     return found
 
 
@@ -78,8 +76,8 @@ async def aresume(
     **options: Any,
 ) -> dict[str, Any] | Any:
     """Go on with a stopped thread where it stopped, as `resume` does."""
-    again, given = await run_awaited(_prepared(graph, config, budget))
-    return await again.ainvoke(given, config, **options)
+    again = await run_awaited(_prepared(graph, config, budget))
+    return await again.ainvoke(None, config, **options)
 
 
 async def aresume_stream(
@@ -89,15 +87,16 @@ async def aresume_stream(
     **options: Any,
 ) -> AsyncIterator[dict[str, Any] | Any]:
     """Go on with a stopped thread as `resume` does, and return what `astream` returns."""
-    again, given = await run_awaited(_prepared(graph, config, budget))
-    found: AsyncIterator[Any] = again.astream(given, config, **options)
+    again = await run_awaited(_prepared(graph, config, budget))
+    found: AsyncIterator[Any] = again.astream(None, config, **options)
     return found
 
 
-def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[tuple[Any, Any]]:
-    """Make a thread ready; return the graph to go on with, and its input."""
+def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flow[Any]:
+    """Make a thread ready; return the graph to go on with."""
     # First, as what is wrong with the budget must change nothing on the thread.
-    inner, terms = _again(graph, budget)
+    *inner, terms = terms_of(graph) or terms_of(bounded(graph, budget))
+    terms = replace(terms, envelope=_instead(terms.envelope, budget))
     place = {**configuration(graph.config or {}), **configuration(config or {})}
     saver = Thread(graph, place).saver
     if saver is None:
@@ -109,21 +108,13 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     found: dict[str, Any] = {**(config or {}), "configurable": place}
     state = yield both(graph.get_state, graph.aget_state, found)
     saved = yield both(saver.get_tuple, saver.aget_tuple, state.config)
-    past: Sequence[StateSnapshot] = ()
+    if saved is None:
+        raise _unfit("a thread that a budget stopped", "one on which there was no run")
+    state = with_outcome(state, saved)
     if not state.next:
         past = yield both(_history, _ahistory, graph, found)
-    if saved is None:
-        raise AdapterError(
-            "resume needs a thread that a budget stopped, got one on which there was no run. "
-            "Check its thread_id, or give it an input."
-        )
-    state = with_outcome(state, saved)
-    update, given, before = _plan(graph, state, past)
-    if update is not None:
-        yield both(graph.bulk_update_state, graph.abulk_update_state, found, update)
-    if before is not None:
-        yield from _go_back(graph, saver, before.config)
-    return bind(plain(graph), (*inner, replace(terms, earlier=outcome_of(state)))), given
+        yield from _reopen(graph, saver, found, state, past, terms.messages_key)
+    return bind(plain(graph), (*inner, replace(terms, earlier=outcome_of(state))))
 
 
 def _history(graph: Any, config: Any) -> list[StateSnapshot]:
@@ -134,10 +125,8 @@ async def _ahistory(graph: Any, config: Any) -> list[StateSnapshot]:
     return [one async for one in graph.aget_state_history(config, limit=_PAST)]
 
 
-def _again(graph: Any, budget: Budget | Guard | Envelope) -> tuple[list[Terms], Terms]:
-    """Return the inner layers of the graph, and the outermost under the budget."""
-    *inner, terms = terms_of(graph) or terms_of(bounded(graph, budget))
-    return inner, replace(terms, envelope=_instead(terms.envelope, budget))
+def _unfit(needed: str, got: str) -> AdapterError:
+    return AdapterError(f"resume needs {needed}, got {got}. Give it a new input instead.")
 
 
 def _instead(before: Envelope, budget: Budget | Guard | Envelope) -> Envelope:
@@ -162,77 +151,50 @@ def _instead(before: Envelope, budget: Budget | Guard | Envelope) -> Envelope:
     )
 
 
-def _plan(
-    graph: Any, state: StateSnapshot, past: Sequence[StateSnapshot]
-) -> tuple[list[list[StateUpdate]] | None, Any, StateSnapshot | None]:
-    """Plan how to go on.
-
-    Returns:
-        What to write to the thread; the input to go on with; and the checkpoint to go back to,
-        where nobody has changed the thread since. What is scheduled by a command has no
-        checkpoint: stopped once more, what the first of several tasks have done would be lost.
-    """
-    if state.next:
-        return None, None, None
-    terms = terms_of(graph)
-    key = conversation_key(graph, terms[-1].messages_key if terms else "messages")
+def _reopen(
+    graph: Any,
+    saver: Any,
+    config: Any,
+    state: StateSnapshot,
+    past: Sequence[StateSnapshot],
+    messages_key: str,
+) -> Flow[None]:
+    """Take a closed thread back to where it was stopped, with all that its tasks have done."""
+    key = conversation_key(graph, messages_key)
     if key is not None and holds_another(state.values, key):
         key = None
-    messages = messages_of(state.values, key)
-    last = messages[-1] if messages else None
-    ended = outcome_of(state)
-    before = next((one for one in past if (one.metadata or {}).get("source") != "update"), None)
-    if key is None:
-        stopped = ended is not None and ended.status == "terminated"
-    else:
-        stopped = last is not None and is_synthetic(last)
-    if not stopped:
-        found = "ended by itself"
-        if any(is_synthetic(one) for one in messages):
-            found = "was changed since it was stopped"
-        elif key is None and ended is None:
-            found += " or was changed since"
-        raise AdapterError(
-            f"resume needs a thread that a budget stopped, got one that {found}. "
-            "Give it a new input instead."
-        )
+    messages, outcome = messages_of(state.values, key), outcome_of(state)
+    is_stopped = outcome is not None and outcome.status == "terminated"
+    if key is not None:
+        is_stopped = bool(messages) and is_synthetic(messages[-1])
+    if not is_stopped:
+        is_changed = any(is_synthetic(one) for one in messages)
+        told = "ended by itself" + ("" if outcome or key else " or was changed since")
+        told = "was changed since it was stopped" if is_changed else told
+        raise _unfit("a thread that a budget stopped", f"one that {told}")
+    newest = before = next((one for one in past if _source(one) != "update"), None)
     by_itself = before is not None and _has_ended(before, key)
     if by_itself:
         # The middleware has written the end. A step that only was refused left no checkpoint.
         before = next((one for one in past if one.next and not _has_ended(one, key)), None)
     if before is None or not before.next or (by_itself and len(before.tasks) > 1):
-        raise AdapterError(
-            "resume needs the checkpoint at which a thread was stopped, got a thread without it. "
-            "Give it a new input instead."
-        )
-    if key is None or last is None:
-        return None, None, before
-    left = [task for task in before.tasks if task.result is None and not task.error]
-    open_tasks = [task.name for task in left]
+        raise _unfit("the checkpoint at which a thread was stopped", "a thread without it")
     earlier = messages_of(before.values, key)
-    original = next((one for one in earlier if one.id is not None and one.id == last.id), None)
-    if original is None and earlier and len(earlier) == len(messages):
-        # Without ids a message that took another's place is told by where it stands.
-        original = earlier[-1]
-    value = _without_the_end(graph, key, messages, original)
-    if has_open_calls(earlier) and open_tasks:
+    left = [task.name for task in before.tasks if task.result is None and not task.error]
+    if key is not None and left and has_open_calls(earlier):
         # The refused calls have their answers, so what comes after their node is next.
-        update = value if key == ROOT else {key: value}
-        return [[StateUpdate(update, open_tasks[0])]], None, None
-    if by_itself:
-        left = list(before.tasks)
-    elif not _was_edited(state, past[past.index(before) - 1], key):
-        return None, None, before
-    if any(is_sent(task) or is_deferred(graph, task) for task in left):
-        raise AdapterError(
-            "resume needs a thread as it was stopped, got one with tasks of a Send or a deferred "
-            "node to go on with that was changed since. Give it a new input instead."
-        )
-    goto = sorted(set(open_tasks or before.next))
-    update = [(key, value)]
-    if by_itself and _STOP_REASON in graph.channels:
-        update.append((_STOP_REASON, None))
-    return None, Command(update=update, goto=goto), None
+        value = _without_the_end(graph, key, messages, earlier)
+        update = [[StateUpdate(value if key == ROOT else {key: value}, left[0])]]
+        yield both(graph.bulk_update_state, graph.abulk_update_state, config, update)
+        return
+    folded = newest if by_itself else past[past.index(before) - 1]
+    if key is not None and folded is not None and _was_edited(state, folded, key):
+        raise _unfit("a thread as it was stopped", "one that was changed since")
+    yield from _go_back(graph, saver, before.config, keeps=not by_itself)
+
+
+def _source(state: StateSnapshot) -> object:
+    return (state.metadata or {}).get("source")
 
 
 def _has_ended(state: StateSnapshot, key: str | None) -> bool:
@@ -242,13 +204,7 @@ def _has_ended(state: StateSnapshot, key: str | None) -> bool:
 
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
-    """Return whether a thread holds more than its tasks wrote, and the end of its conversation.
-
-    Args:
-        state: The thread as it is.
-        folded: The first checkpoint of its ending: what finished tasks wrote is in it.
-        key: The channel of the conversation.
-    """
+    """Return whether a thread holds more than a run wrote at its end, or at the begin of that."""
     messages, told = messages_of(state.values, key), messages_of(folded.values, key)
     if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
         return True
@@ -259,9 +215,14 @@ def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
 
 
 def _without_the_end(
-    graph: Any, key: str, messages: Sequence[BaseMessage], original: BaseMessage | None
+    graph: Any, key: str, messages: Sequence[BaseMessage], earlier: Sequence[BaseMessage]
 ) -> Any:
-    return replaced(graph, key, [*messages[:-1], *([] if original is None else [original])])
+    last = messages[-1]
+    kept = [one for one in earlier if one.id is not None and one.id == last.id]
+    if not kept and len(earlier) == len(messages):
+        # Without ids a message that took another's place is told by where it stands.
+        kept = [earlier[-1]]
+    return replaced(graph, key, [*messages[:-1], *kept[:1]])
 
 
 # Going back to the checkpoint at which a thread was stopped, with all that its tasks have done.
@@ -270,18 +231,13 @@ def _without_the_end(
 # is: both are copied to the ids that take their place.
 
 
-def _go_back(graph: Any, saver: Any, config: Any) -> Flow[None]:
-    """Make a copy of a checkpoint the newest of its thread.
-
-    Args:
-        graph: The graph.
-        saver: Its checkpointer.
-        config: Where the checkpoint is.
-    """
+def _go_back(graph: Any, saver: Any, config: Any, *, keeps: bool) -> Flow[None]:
+    """Make a copy of a checkpoint the newest of its thread, with what its tasks have done."""
     before = yield from _state(graph, config)
     saved = yield both(saver.get_tuple, saver.aget_tuple, config)
     copy = yield both(graph.bulk_update_state, graph.abulk_update_state, config, _COPY)
-    yield from _carry(graph, saver, before, saved, copy)
+    if keeps:
+        yield from _carry(graph, saver, before, saved, copy)
 
 
 def _state(graph: Any, config: Any) -> Flow[StateSnapshot]:

@@ -15,25 +15,14 @@ class Place:
     Attributes:
         granted: The call may run.
         wait_until_ns: Until when a call in the queue may wait. After that, release and refuse it.
+        wake: Called in the thread that grants the place. Set it, then look at `granted`.
     """
 
     def __init__(self, granted: bool, wait_until_ns: int) -> None:
         self.granted = granted
         self.released = False
         self.wait_until_ns = wait_until_ns
-        self._wake: Callable[[], object] | None = None
-
-    def on_granted(self, wake: Callable[[], object]) -> None:
-        """Call the one who waits when the place is granted; look at `granted` after this.
-
-        It is called in the thread that gave the place back.
-        """
-        self._wake = wake
-
-    def wake(self) -> None:
-        """Notify the one who waits that the place is granted."""
-        if self._wake is not None:
-            self._wake()
+        self.wake: Callable[[], object] = lambda: None
 
 
 class Bulkhead:
@@ -54,14 +43,9 @@ class Bulkhead:
         self._lock = threading.Lock()
 
     @property
-    def running(self) -> int:
-        """Calls that have a place."""
-        return self._running
-
-    @property
-    def waiting(self) -> int:
-        """Calls in the queue."""
-        return len(self._queue)
+    def load(self) -> tuple[int, int]:
+        """Calls that have a place, and those in the queue."""
+        return self._running, len(self._queue)
 
     def is_idle(self, now_ns: int) -> bool:
         """True if no call has a place."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from budgetguard_core.settings import NS_PER_SECOND, CircuitBreakerConfig, nanoseconds
+
+_NAME_LENGTH = 200
 
 
 class CircuitBreakerState(StrEnum):
@@ -32,16 +33,13 @@ class CircuitBreakerState(StrEnum):
     """Permits a few trial calls, and goes by how they end."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateTransition:
-    """A change of state."""
+class StateTransition(NamedTuple):
+    """A change of state, with the fields of its event."""
 
     breaker: str
-    """The breaker's name."""
-    from_state: CircuitBreakerState
-    to_state: CircuitBreakerState
+    from_state: str
+    to_state: str
     detail: str
-    """One sentence for people: what the change was decided by."""
 
 
 class Permission(NamedTuple):
@@ -166,7 +164,7 @@ class CircuitBreaker:
     def _change(self, state: CircuitBreakerState, since: int, detail: str) -> StateTransition:
         before = self._state
         self._enter(state, since)
-        return StateTransition(self.name, before, state, detail)
+        return StateTransition(self.name[:_NAME_LENGTH], before.value, state.value, detail)
 
     def _retry_after(self, now: int) -> float | None:
         if self._state is CircuitBreakerState.OPEN:

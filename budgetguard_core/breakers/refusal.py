@@ -7,6 +7,9 @@ import math
 import re
 from typing import Literal, TypeAlias
 
+from budgetguard_core.decision import Refuse
+from budgetguard_core.stop import StopReason
+
 RefusalKind: TypeAlias = Literal["tool_unavailable", "rate_limited", "busy"]
 
 _LONGEST_NAME = 64
@@ -39,3 +42,9 @@ def refusal(kind: RefusalKind, tool: str, retry_after: float | None = None) -> s
             "retry_after_seconds": seconds,
         }
     )
+
+
+def turned_away(kind: RefusalKind, tool: str, detail: str, after: float | None) -> Refuse:
+    """Refuse a tool call that a breaker does not let start; the run goes on."""
+    reason = StopReason.CIRCUIT_OPEN if kind == "tool_unavailable" else StopReason.VELOCITY
+    return Refuse(reason, detail, refusal(kind, tool, after))

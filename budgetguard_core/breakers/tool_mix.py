@@ -9,32 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 from budgetguard_core.settings import ToolMix
 
 _LEAST_EXPECTED = 5
-
-
-class ChiSquared(NamedTuple):
-    """A chi-squared test of whether two histograms come from the same distribution."""
-
-    statistic: float
-    freedom: int
-    """Degrees of freedom: categories minus one."""
-    farthest: tuple[str, ...]
-    """Up to three tools that are the most unlike, the farthest first, with their shares."""
-
-
-class UnusualMix(NamedTuple):
-    """The alarm."""
-
-    calls: int
-    """Tool calls of the run."""
-    p_value: float
-    """How probable a mix at least as unlike is in a usual run."""
-    detail: str
-    """One sentence for people."""
 
 
 class ToolMixAlarm:
@@ -53,8 +32,8 @@ class ToolMixAlarm:
         self._next_look = settings.minimum_number_of_calls
         self._told = False
 
-    def observe(self, tool: str) -> UnusualMix | None:
-        """Take in a tool call that starts; answer once, when the mix is found to be unusual."""
+    def observe(self, tool: str) -> dict[str, Any] | None:
+        """Take in a tool call that starts; once, the fields of the event of an unusual mix."""
         self._calls += 1
         if tool in self._counts:
             self._counts[tool] += 1
@@ -65,7 +44,7 @@ class ToolMixAlarm:
         self._next_look *= 2
         return self._look()
 
-    def _look(self) -> UnusualMix | None:
+    def _look(self) -> dict[str, Any] | None:
         baseline = self.settings.baseline
         run = {name: count for name, count in self._counts.items() if count}
         if self._rest:
@@ -73,27 +52,31 @@ class ToolMixAlarm:
         result = chi_squared(run, baseline.tools)
         if result is None:
             return None
-        p_value = chi_squared_p_value(result.statistic, result.freedom)
+        statistic, freedom, farthest = result
+        p_value = chi_squared_p_value(statistic, freedom)
         if p_value >= self.settings.alpha:
             return None
         self._told = True
-        return UnusualMix(
-            self._calls,
-            p_value,
+        detail = (
             f"{self._calls} tool calls are unlike those of {baseline.runs} recorded runs: "
-            f"chi-squared {result.statistic:.1f} with {result.freedom} degrees of freedom, "
-            f"p={p_value:.2g} < alpha={self.settings.alpha:g}; most unlike: "
-            f"{', '.join(result.farthest)}",
+            f"chi-squared {statistic:.1f} with {freedom} degrees of freedom, "
+            f"p={p_value:.2g} < alpha={self.settings.alpha:g}; most unlike: {', '.join(farthest)}"
         )
+        return {"calls": self._calls, "p_value": p_value, "detail": detail}
 
 
-def chi_squared(run: Mapping[str, int], baseline: Mapping[str, int]) -> ChiSquared | None:
+def chi_squared(
+    run: Mapping[str, int], baseline: Mapping[str, int]
+) -> tuple[float, int, list[str]] | None:
     """Test whether a run's tools are distributed as a baseline's (homogeneity, two samples).
 
     Two samples, because the baseline is a sample as well: a tool that it happens not to have is
     rare, not impossible. Tools with fewer than five expected calls on either side are one
     category, after Cochran's rule; it takes in the next rarest until it has five itself.
-    None where fewer than two categories are left.
+
+    Returns:
+        The statistic, the degrees of freedom, and in words up to three tools that are the most
+        unlike, the farthest first. None where fewer than two categories are left.
     """
     in_run, in_baseline = sum(run.values()), sum(baseline.values())
     whole = in_run + in_baseline
@@ -126,11 +109,8 @@ def chi_squared(run: Mapping[str, int], baseline: Mapping[str, int]) -> ChiSquar
         share, usual = 100 * here / in_run, 100 * there / in_baseline
         parts.append((part, f"{name} {share:.0f} % instead of {usual:.0f} %"))
     parts.sort(key=lambda part: (-part[0], part[1]))
-    return ChiSquared(
-        math.fsum(part for part, _ in parts),
-        len(parts) - 1,
-        tuple(text for _, text in parts[:3]),
-    )
+    statistic = math.fsum(part for part, _ in parts)
+    return statistic, len(parts) - 1, [text for _, text in parts[:3]]
 
 
 def chi_squared_p_value(statistic: float, freedom: int) -> float:

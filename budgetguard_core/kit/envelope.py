@@ -27,7 +27,7 @@ from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.run import Run
 from budgetguard_core.outcome import Outcome
 from budgetguard_core.pricing import PriceBook
-from budgetguard_core.profiles import PastRun, Profile, Selector, Task, load_profile
+from budgetguard_core.profiles import Profile, Selector, Task, load_profile
 from budgetguard_core.profiles.profile import PROFILE
 from budgetguard_core.sinks import Sink
 from budgetguard_core.snapshot import Snapshot
@@ -52,6 +52,7 @@ _OF_THE_GUARD = (
     "conversation",
 )
 _PAST_RUNS = 32
+_UNSAID: dict[str, Any] = {"messages": (), "final": None, "tool_calls": ()}
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -125,7 +126,7 @@ class Envelope:
     conversation: Budget | None = None
     conversation_id: str | Callable[[Any], str | None] | None = None
     profile: str | Profile | Selector | None = None
-    _past: deque[PastRun] = field(
+    _past: deque[Outcome] = field(
         init=False, repr=False, compare=False, default_factory=lambda: deque(maxlen=_PAST_RUNS)
     )
 
@@ -322,7 +323,7 @@ class Envelope:
     def note(self, outcome: Outcome) -> None:
         """Remember how a run ended, for the next choice of a profile."""
         if callable(self.profile):
-            self._past.append(PastRun.of(outcome))
+            self._past.append(outcome.model_copy(update=_UNSAID))
 
     def _bound(self, config: Any, given: Any) -> Budget:
         budget = self.budget if isinstance(self.budget, Budget) else Budget()

@@ -13,8 +13,7 @@ from budgetguard_core.ledger.errors import (
 )
 from budgetguard_core.ledger.kill_switch import Kill
 from budgetguard_core.ledger.ledger import Ledger, as_ledger
-from budgetguard_core.ledger.reservation import Reservation
-from budgetguard_core.ledger.runs import LedgerRun
+from budgetguard_core.ledger.runs import LedgerRun, Reservation
 from budgetguard_core.ledger.windows import Key, Tenant
 
 __all__ = [

@@ -79,11 +79,7 @@ class CeilingOptions(TypedDict, total=False):
 
 
 def to_nano(dollars: Decimal | float, way_out: str = "Use 0 for nothing.") -> int:
-    """Turn US dollars into nano-dollars, rounded up.
-
-    Raises:
-        ConfigurationError: It is no finite amount >= 0; the error ends with `way_out`.
-    """
+    """Turn US dollars into nano-dollars, rounded up; an error ends with `way_out`."""
     if type(dollars) not in (int, float, Decimal):
         raise ConfigurationError(
             f"usd must be an amount of US dollars (Decimal, int or float), got {shown(dollars)}. "
@@ -110,11 +106,7 @@ def to_dollars(nano: int) -> Decimal:
 def to_amount(
     usd: Decimal | float, tokens: int = 0, model_calls: int = 0, tool_calls: int = 0
 ) -> Amount:
-    """Check the amount that one step is to move.
-
-    Raises:
-        ConfigurationError: A figure makes no sense.
-    """
+    """Return the amount that one step is to move, checked."""
     counts = (tokens, model_calls, tool_calls)
     for name, count in zip(DIMENSIONS[1:], counts, strict=True):
         if type(count) is not int or count < 0:
@@ -137,12 +129,7 @@ def measured(cost: int, tokens: int, model_calls: int = 0) -> Amount:
 
 
 def to_ceilings(options: CeilingOptions, kinds: str, largest: int) -> dict[str, Amount]:
-    """Return ceilings for each kind of window that a ledger has (of d, m, r).
-
-    Raises:
-        ConfigurationError: A figure makes no sense, is not below `largest`, or is of another kind.
-        TypeError: There is no such ceiling.
-    """
+    """Return ceilings, below `largest`, for each kind of window that a ledger has (of d, m, r)."""
     given: Mapping[str, Any] = {**options}
     for name in given.keys() - CeilingOptions.__annotations__.keys():
         raise TypeError(f"there is no option {name!r}")

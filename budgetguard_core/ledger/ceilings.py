@@ -8,12 +8,11 @@ from decimal import Decimal
 from typing import TypeAlias
 
 from budgetguard_core.clock import Clock
-from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import Amount, to_dollars
-from budgetguard_core.ledger.connection import Connection, Store
+from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import LedgerUnreachable
 from budgetguard_core.ledger.step import WindowRecord, ceiling_name
-from budgetguard_core.ledger.windows import Account, quoted
+from budgetguard_core.ledger.windows import Account, check_name
 
 _KNOWN_SECONDS = 1.0
 Stored: TypeAlias = Mapping[tuple[str, str], Amount]
@@ -21,12 +20,7 @@ Stored: TypeAlias = Mapping[tuple[str, str], Amount]
 
 
 class Ceilings:
-    """The stored ceilings, by key ("" is the default of all keys) and kind of window.
-
-    Args:
-        connection: To the store.
-        clock: Monotonic time.
-    """
+    """The stored ceilings, by key ("" is the default of all keys) and kind of window."""
 
     def __init__(self, connection: Connection, clock: Clock) -> None:
         self._connection = connection
@@ -34,15 +28,14 @@ class Ceilings:
         self._known: Stored | None = None
         self._known_ns = 0
 
-    def store(self, key: str, ceilings: Mapping[str, Amount | None]) -> None:
+    def store(self, tenant: str | None, ceilings: Mapping[str, Amount | None]) -> None:
         """Store the ceilings of a key by kind of window; None takes it away."""
-
-        def put(store: Store) -> None:
-            for kind, ceiling in ceilings.items():
-                text = None if ceiling is None else ceiling.to_text()
-                store.write(ceiling_name(key, kind), text)
-
-        self._connection.ask(put)
+        key = "" if tenant is None else check_name(tenant, "tenant")
+        texts = {
+            ceiling_name(key, kind): None if ceiling is None else ceiling.to_text()
+            for kind, ceiling in ceilings.items()
+        }
+        self._connection.ask(lambda store: [store.write(*note) for note in texts.items()])
         self._known = None
 
     def all(self) -> Stored:
@@ -73,27 +66,17 @@ class Ceilings:
             return [Amount(1, 1, 1, 1)] * len(windows)
         return [ceiling_of(one.key, one.label, stored, one.ceiling) for one in windows]
 
-    def require(self, account: Account, shown: str) -> None:
-        """Refuse a run that nothing would bound.
+    def bound(self, account: Account) -> bool:
+        """Return whether a ceiling is set for any key of an account.
 
         A ceiling of none that is stored for a key, or as the default, was meant so.
-
-        Raises:
-            ConfigurationError: No ceiling is set for any key of the account.
         """
         windows = account.windows(self._connection.now())
         if any(any(window.ceiling) for window in windows):
-            return
+            return True
         stored = self._recent()
-        if stored is None or any(
+        return stored is None or any(
             (key, window.label[0]) in stored for window in windows for key in (window.key, "")
-        ):
-            return
-        name = quoted(account.names[0])
-        raise ConfigurationError(
-            f"a ceiling must be set for {name} in {shown}, got none, so nothing would bound the "
-            f"run. Set one with `budgetguard ledger set {account.names[0]} --daily-usd 20`, or a "
-            "default for all tenants with Ledger(url, daily_usd=20)."
         )
 
 
@@ -150,10 +133,7 @@ class TenantUsage:
 def usage_of(record: WindowRecord, stored: Stored, default: Amount | None = None) -> WindowUsage:
     """Return a store's record of a window with the ceiling that holds now.
 
-    Args:
-        record: The window.
-        stored: The ceilings that the store holds.
-        default: Of this process; that of the process that reserved last if left out.
+    `default` is this process's; that of the process that reserved last if left out.
     """
     spent, reserved = record.spent, record.charged.minus(record.spent)
     given = record.ceiling if default is None else default

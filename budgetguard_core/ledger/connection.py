@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from budgetguard_core.clock import Clock
@@ -21,16 +21,14 @@ from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger.amounts import LARGEST_CEILING, LARGEST_CEILING_IN_LUA
 from budgetguard_core.ledger.errors import LedgerChanged, LedgerUnreachable, OtherWindows
 from budgetguard_core.ledger.in_thread import InThread
+from budgetguard_core.ledger.postgres import PostgresLedgerStore
+from budgetguard_core.ledger.redis import RedisLedgerStore
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import SEPARATOR, Answer, Identity, Step
 from budgetguard_core.ledger.windows import CALENDAR, RUN, check_name
 
-if TYPE_CHECKING:
-    from budgetguard_core.ledger.postgres import PostgresLedgerStore
-    from budgetguard_core.ledger.redis import RedisLedgerStore
-
 _R = TypeVar("_R")
-Store: TypeAlias = "SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore"
+Store: TypeAlias = SqliteLedgerStore | RedisLedgerStore | PostgresLedgerStore
 """One of the three stores. Every method is one bounded trip, may be called from any thread, may be
 repeated, and raises `LedgerUnreachable` when the store does not answer."""
 
@@ -39,15 +37,9 @@ class Connection:
     """One store, opened when it is first needed.
 
     A file is used by one thread at a time. A server is asked by all, and for the main thread by
-    another one, which no signal's handler interrupts between a request and its reply.
-
-    Args:
-        open_store: Opens it.
-        clock: Of this process.
-        known: The id of the ledger that is expected; any is accepted at first if left out.
-        timeout: Seconds after a failure in which the next step fails at once instead of waiting
-            for the time-out again.
-        is_server: Whether it is a server, not a file.
+    another one, which no signal's handler interrupts between a request and its reply. For `timeout`
+    seconds after a failure the next step fails at once. `known` is the id of the ledger that is
+    expected; any is accepted at first if left out.
     """
 
     def __init__(
@@ -71,6 +63,7 @@ class Connection:
         self._failed_ns: int | None = None
         self._failure = LedgerUnreachable("")
         self._store: Store | None = None
+        self._inherited: list[Store] = []
         self._skew = 0.0
         self.trips = 0
         self._begin()
@@ -97,17 +90,11 @@ class Connection:
             return result
 
     def store(self) -> Store:
-        """Return the store, opened.
-
-        Raises:
-            LedgerChanged: It is not the ledger that was expected.
-        """
-        store = self._store
-        if store is None:
+        """Return the store, opened."""
+        if self._store is None:
             with self._opening:
-                store = self._store or self._open()
-                self._store = store
-        return store
+                self._store = self._store or self._open()
+        return self._store
 
     def _open(self) -> Store:
         try:
@@ -123,11 +110,7 @@ class Connection:
         return opened
 
     def _meet(self, met: Identity) -> None:
-        """Go on with the ledger that was met, if it is the one that is known, or was adopted.
-
-        Raises:
-            LedgerChanged: It is another, or an earlier state of the one that is known.
-        """
+        """Go on with the ledger that was met, if it is the one that is known, or was adopted."""
         known, found = self._known, ""
         if known and met.id == known and met.sequence < self._sequence:
             found = f"at change {self._sequence}, got {met.sequence}: it was rolled back"
@@ -159,11 +142,7 @@ class Connection:
         return self._trip(lambda: call(store))
 
     def send(self, step: Step) -> Answer:
-        """Make one step.
-
-        Raises:
-            OtherWindows: The step names other windows than its hold was made in.
-        """
+        """Make one step; `OtherWindows` where it does not name those of its hold."""
         store = self.store()
         while True:
             self.trips += 1
@@ -210,8 +189,12 @@ class Connection:
     def forked(self) -> None:
         """Leave the connection to the parent process."""
         self._begin()
-        if self._store is not None:
+        if isinstance(self._store, SqliteLedgerStore):
             self._store.forked()
+        elif self._store is not None:
+            # Collected here, it would say good-bye to the server in the parent's name.
+            self._inherited.append(self._store)
+            self._store = None
 
     def close(self) -> None:
         """Close the connection; the next step opens it again."""
@@ -244,12 +227,6 @@ def default_path() -> Path:
 def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = None) -> Address:
     """Find the store that a URL names, and its driver; nothing is opened.
 
-    Args:
-        url: As of `Ledger`. SQLite takes `?synchronous=normal`; `redis://` takes `?name=` for
-            several ledgers in one data base, `postgresql://` libpq's own options.
-        timeout: Seconds until a step gives up.
-        clock: The ledger's clock, for SQLite; servers have their own.
-
     Raises:
         ConfigurationError: The URL makes no sense, or the driver is missing.
     """
@@ -273,6 +250,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
             "Use ?windows=run."
         )
     kinds = CALENDAR if windows is None else RUN
+    opened: Callable[[], Store]
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.scheme == "sqlite":
         path = unquote(parts.path)
@@ -305,31 +283,20 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
             )
         name = check_name(options.pop("name", "budgetguard"), "name")
         options.pop("decode_responses", None)
-        open_redis = partial(_open_redis, f"{bare}?{urlencode(options)}", name, timeout)
-        shown = f"{shown}?name={name}"
-        return Address(shown, fingerprint, open_redis, kinds, LARGEST_CEILING_IN_LUA)
+        full, shown = f"{bare}?{urlencode(options)}", f"{shown}?name={name}"
+        opened = partial(RedisLedgerStore, full, name=name, timeout=timeout)
+        return Address(shown, fingerprint, opened, kinds, LARGEST_CEILING_IN_LUA)
     if parts.scheme in ("postgresql", "postgres"):
         _need("postgres", "PostgreSQL", "psycopg", "psycopg_pool")
         query = urlencode(options, quote_via=quote)  # libpq takes no + for a space
-        open_postgres = partial(_open_postgres, f"{bare}?{query}" if query else bare, timeout)
-        return Address(shown, fingerprint, open_postgres, kinds)
+        full = f"{bare}?{query}" if query else bare
+        opened = partial(PostgresLedgerStore, full, timeout=timeout)
+        return Address(shown, fingerprint, opened, kinds)
     raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
 
 
 def _fingerprint(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:16]
-
-
-def _open_redis(url: str, name: str, timeout: float) -> Store:
-    from budgetguard_core.ledger.redis import RedisLedgerStore
-
-    return RedisLedgerStore(url, name=name, timeout=timeout)
-
-
-def _open_postgres(url: str, timeout: float) -> Store:
-    from budgetguard_core.ledger.postgres import PostgresLedgerStore
-
-    return PostgresLedgerStore(url, timeout=timeout)
 
 
 def _need(extra: str, what: str, *modules: str) -> None:

@@ -73,15 +73,15 @@ class LedgerRefused(LedgerError):
     def __init__(
         self, reason: str, detail: str, limit: Any = None, used: Any = None, key: str = ""
     ) -> None:
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(reason, detail, limit, used, key)
         self.reason = reason
         self.detail = detail
         self.limit = limit
         self.used = used
         self.key = key
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, self.detail, self.limit, self.used, self.key)
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 class Warned(NamedTuple):

@@ -11,11 +11,10 @@ _R = TypeVar("_R")
 
 
 class InThread:
-    """Makes the calls of the main thread in another one.
+    """Makes the calls of the main thread, where handlers run, in another one.
 
-    Handlers run in the main thread. One that raises between a request and its reply would leave a
-    connection behind whose next reply is that of another question. Nothing here is a lock written
-    in Python, such as those of `concurrent.futures`: a handler that raises would leave it held.
+    A handler that raises between a request and its reply would leave a connection behind whose next
+    reply is that of another question, and a lock written in Python (`concurrent.futures`) held.
     """
 
     def __init__(self) -> None:
@@ -24,9 +23,8 @@ class InThread:
 
     def __call__(self, call: Callable[[], _R]) -> _R:
         """Make a call, and wait for it."""
-        return (
-            self.send(call)() if threading.current_thread() is threading.main_thread() else call()
-        )
+        is_main = threading.current_thread() is threading.main_thread()
+        return self.send(call)() if is_main else call()
 
     def send(self, call: Callable[[], _R]) -> Callable[[], _R]:
         """Queue a call for the thread, behind those before it; return what waits for it."""

@@ -56,11 +56,7 @@ def kill_of(flag: str, text: str) -> Kill:
 
 
 def flag_of(tenant: str | None, run: str | None, everything: bool) -> str:
-    """Return the flag of the one thing that is named.
-
-    Raises:
-        ConfigurationError: Not exactly one is.
-    """
+    """Return the flag of the one thing that is named."""
     given = (tenant is not None) + (run is not None) + bool(everything)
     if given != 1:
         raise ConfigurationError(

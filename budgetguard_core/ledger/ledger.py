@@ -28,17 +28,18 @@ from budgetguard_core.ledger.errors import LedgerRefused, Warned
 from budgetguard_core.ledger.kill_switch import Kill, flag_of, kill_of, plain
 from budgetguard_core.ledger.outbox import Outbox
 from budgetguard_core.ledger.reconcile import differences
-from budgetguard_core.ledger.reservation import Reservation, Reservations
-from budgetguard_core.ledger.runs import Heartbeat, LedgerRun
+from budgetguard_core.ledger.runs import Heartbeat, LedgerRun, Reservation, Reservations
 from budgetguard_core.ledger.sqlite import SqliteLedgerStore
 from budgetguard_core.ledger.step import HoldRecord, Step, WindowRecord
 from budgetguard_core.ledger.windows import (
+    CALENDAR,
     Account,
     Key,
     Tenant,
     Window,
     as_keys,
     check_name,
+    quoted,
     zone_of,
 )
 
@@ -52,11 +53,7 @@ _FORKING = threading.local()
 
 
 def as_ledger(given: Ledger | str) -> Ledger:
-    """Return the process's ledger of a URL, one for each, or the one that is given.
-
-    Raises:
-        ConfigurationError: It is neither.
-    """
+    """Return the process's ledger of a URL, one for each, or the one that is given."""
     if isinstance(given, Ledger):
         return given
     if isinstance(given, str) and given in _BY_URL:
@@ -68,33 +65,28 @@ class Ledger:
     """One ledger for all processes, in SQLite, Redis or PostgreSQL.
 
     Nothing is opened before it is needed. Safe under threads, asyncio tasks and forks.
-    Whatever asks the store raises `LedgerUnreachable` where it does not answer in time.
+    Whatever asks the store raises `LedgerUnreachable` where it does not answer in time, and what
+    makes no sense a `ConfigurationError`.
 
     Args:
         url: `sqlite:///file`, `redis://...`, `rediss://...` or `postgresql://...`; None is a file
-            in the home directory. With `?windows=run` it has one window that never ends, in place
-            of days and months: the ceilings of one run of many processes.
+            in the home directory. With `?windows=run` it has one window that never ends.
         time_zone: Where days and months begin, unless the tenant's `Key` says otherwise.
-        on_ledger_error: What becomes of a call when the store is absent: "refuse" it, or "allow" it
-            and have it charged as soon as the store answers. A store that was wiped, rolled back or
-            only reads refuses it.
+        on_ledger_error: "refuse" a call when the store is absent, or "allow" it and charge it when
+            the store answers. A store that was wiped, rolled back or only reads refuses it.
         allow_usd: With "allow", the most US dollars that a process may spend while the store is
             absent; it may make 100 calls.
         timeout: Seconds until a step gives up.
         ledger_id: The id that `budgetguard ledger show` tells; another ledger is refused.
         queue: The folder where unsent reports are kept; in the home directory if left out.
         clock: Where time comes from.
-        ceilings: What each tenant may use that has no ceiling of its own in the ledger
-            (`set_ceilings`): `daily_usd`, `monthly_usd`, `daily_tokens`, `monthly_tokens`,
-            `daily_model_calls`, `monthly_model_calls`, `daily_tool_calls`, `monthly_tool_calls`;
-            with `?windows=run`, `run_usd`, `run_tokens`, `run_model_calls`, `run_tool_calls`.
+        ceilings: For tenants without ceilings of their own in the ledger: `daily_usd`,
+            `daily_tokens`, `daily_model_calls`, `daily_tool_calls`, and the same `monthly_` and
+            (with `?windows=run`) `run_`.
 
     Attributes:
         url: The store's, without a password.
-        connection: What talks to the store; for reconciliation and reports.
-
-    Raises:
-        ConfigurationError: An argument makes no sense, or the store's driver is missing.
+        connection: The connection to the store; for reconciliation and reports.
     """
 
     def __init__(
@@ -136,11 +128,7 @@ class Ledger:
         self._ceilings = Ceilings(self.connection, self._clock)
         self._heartbeat = Heartbeat(self.connection, self._outbox, self._ceilings)
         self._reservations = Reservations(
-            self.connection,
-            self._outbox,
-            allows=on_ledger_error == "allow",
-            wake=self._heartbeat.wake,
-            warn=self._heartbeat.warn,
+            self.connection, self._outbox, self._heartbeat, allows=on_ledger_error == "allow"
         )
         self._known_account = lru_cache(_TENANTS_AT_HAND)(self._new_account)
         _LEDGERS.add(self)
@@ -174,13 +162,12 @@ class Ledger:
         Args:
             tenant: A name, a `Key`, or several that are reserved together.
             run: The run that asks; a kill switch for it refuses.
-            usd: The most that the call may cost, in US dollars.
-            tokens: The most tokens that it may use. With neither, one unit of each is reserved.
+            usd: The most that the call may cost. With neither dollars nor tokens, one unit of each
+                is reserved.
+            tokens: The most tokens that it may use.
             model_calls: How many model calls are made.
             tool_calls: How many tool calls are made.
-            reservation_id: A name for this reservation: a retry with the same name is the same
-                reservation, on that day. It stays charged if the store did not answer and nobody
-                tries again.
+            reservation_id: A name: a retry with the same name is the same reservation, on that day.
 
         Raises:
             LedgerRefused: It does not fit, a kill switch is set, or the store cannot be reached
@@ -213,24 +200,22 @@ class Ledger:
             on_kill: Called with a sentence, from another thread, when a kill switch is set.
             on_warning: Called when a reservation brings a window of the tenant to 80 % of its
                 ceiling; one process is told, once per window.
-
-        Raises:
-            ConfigurationError: An argument makes no sense.
         """
         account, name = self._account(tenant), check_name(run, "run")
-        made = LedgerRun(self._heartbeat, self._reservations, account, name, on_kill, on_warning)
+        made = LedgerRun(self._reservations, account, name, on_kill, on_warning)
         made.open()
         return made
 
     def require_ceiling(self, tenant: Tenant) -> None:
-        """Refuse a run that no ceiling of its tenant would bound.
-
-        Makes a trip, at most once a second, where this process names no ceilings of its own.
-
-        Raises:
-            ConfigurationError: No ceiling is set for the tenant.
-        """
-        self._ceilings.require(self._account(tenant), self.url)
+        """Refuse a run that no ceiling of its tenant would bound, with a `ConfigurationError`."""
+        account = self._account(tenant)
+        if not self._ceilings.bound(account):
+            name = account.names[0]
+            raise ConfigurationError(
+                f"a ceiling must be set for {quoted(name)} in {self.url}, got none, so nothing "
+                f"would bound the run. Set one with `budgetguard ledger set {name} --daily-usd "
+                "20`, or a default for all tenants with Ledger(url, daily_usd=20)."
+            )
 
     def _account(self, tenant: Tenant) -> Account:
         known = tenant if isinstance(tenant, str | Key) else as_keys(tenant, self._time_zone)
@@ -247,21 +232,12 @@ class Ledger:
         Args:
             tenant: The key; None for the default of all keys that have none of their own.
             ceilings: As of `Ledger`; what is left out has none.
-
-        Raises:
-            ConfigurationError: A figure makes no sense, or is larger than the store can count.
         """
-        key = "" if tenant is None else check_name(tenant, "tenant")
-        self._ceilings.store(key, to_ceilings(ceilings, self._kinds, self._largest))
+        self._ceilings.store(tenant, to_ceilings(ceilings, self._kinds, self._largest))
 
     def clear_ceilings(self, tenant: str | None) -> None:
-        """Return a tenant to the default; with None, remove the stored default.
-
-        Raises:
-            ConfigurationError: The key is no name.
-        """
-        key = "" if tenant is None else check_name(tenant, "tenant")
-        self._ceilings.store(key, dict.fromkeys(self._kinds))
+        """Return a tenant to the default; with None, remove the stored default."""
+        self._ceilings.store(tenant, dict.fromkeys(self._kinds))
 
     def ceilings(self) -> dict[str, dict[str, Amount]]:
         """Return the stored ceilings: by key ("" is the default) and by kind ("d", "m", "r")."""
@@ -276,7 +252,7 @@ class Ledger:
         Raises:
             ConfigurationError: The ledger has no days and months.
         """
-        if self._kinds != "dm":
+        if self._kinds != CALENDAR:
             raise ConfigurationError(
                 "usage must be of a day and a month, got a ledger of a run. Use run_usage."
             )
@@ -287,14 +263,13 @@ class Ledger:
         return self._usage(tenant)[0]
 
     def _usage(self, tenant: str | Key) -> list[WindowUsage]:
-        stored, used = self._ceilings.all(), list[WindowUsage]()
-        windows = self._account(tenant).windows(self.now())
+        stored, windows = self._ceilings.all(), self._account(tenant).windows(self.now())
         records = self.connection.ask(lambda store: store.windows(windows[0].key))
-        for window in windows:
-            found = [one for one in records if one[:2] == window[:2]]
-            record = found[0] if found else WindowRecord(window.key, window.label)
-            used.append(usage_of(record, stored, window.ceiling))
-        return used
+        found = {record.label: record for record in records}
+        return [
+            usage_of(found.get(one.label) or WindowRecord(*one[:2]), stored, one.ceiling)
+            for one in windows
+        ]
 
     def windows(self) -> list[WindowUsage]:
         """Return every window that the ledger keeps, with the ceiling that holds now."""
@@ -307,21 +282,15 @@ class Ledger:
         return self.connection.ask(lambda store: store.holds())
 
     def expired_holds(self) -> list[HoldRecord]:
-        """Return the reservations that are open for longer than a call takes.
-
-        They stay charged in full until somebody settles them.
-        """
+        """Return the reservations that are open for longer than a call takes."""
         now = self.now()
         return [hold for hold in self.holds() if not hold.closed and hold.expires <= now]
 
     def settle_hold(self, hold: HoldRecord, spent: Amount | None = None) -> Amount:
         """Settle a reservation in its holder's place, at full value if no amount is given.
 
-        Nothing that was reported is taken back. A holder that wakes up finds it closed; what it
-        reports then still counts.
-
-        Returns:
-            What is charged now.
+        Returns the amount that is charged now: nothing that was reported is taken back, and what a
+        holder that wakes up reports still counts.
         """
         windows = tuple(Window(key, label, 0.0, 0.0) for key, label in hold.windows)
         amount = hold.charge if spent is None else spent
@@ -329,11 +298,7 @@ class Ledger:
         return self.connection.send(step).amount
 
     def check(self) -> list[str]:
-        """Compare each window with the sum of its holds; what differs, in words.
-
-        Raises:
-            ConfigurationError: The ledger is not in SQLite.
-        """
+        """Return in words where a window differs from the sum of its holds; in SQLite only."""
         if self.connection.is_server:
             raise ConfigurationError(
                 "check needs a ledger in SQLite, got a server, which checks its own files. "
@@ -348,11 +313,7 @@ class Ledger:
         return self.connection.ask(lambda store: store.now())
 
     def adopt(self) -> str:
-        """Accept the ledger as it is, in every process, after it was wiped or restored.
-
-        Returns:
-            Its id from now on.
-        """
+        """Accept the ledger as it is, in every process, and return its new id."""
         return self.connection.adopt()
 
     # Kill switch
@@ -368,15 +329,7 @@ class Ledger:
     ) -> Kill:
         """Stop a run, a tenant or everything, in every process, until it is revived.
 
-        Seen within half a second and a trip: by the next call, and by calls that hang where work
-        is async. It survives restarts.
-
-        Args:
-            tenant: The key to stop.
-            run: The run to stop.
-            everything: Stop all.
-            who: Who did it, for the record.
-            why: Why, for the record.
+        `who` and `why` are for the record. Seen within half a second and a trip.
 
         Raises:
             ConfigurationError: Not exactly one of the three is given.
@@ -389,11 +342,7 @@ class Ledger:
     def revive(
         self, *, tenant: str | None = None, run: str | None = None, everything: bool = False
     ) -> None:
-        """Take a kill switch back. Runs that it stopped stay stopped; new ones may start.
-
-        Raises:
-            ConfigurationError: Not exactly one of the three is given.
-        """
+        """Take a kill switch back. Runs that it stopped stay stopped; new ones may start."""
         flag = flag_of(tenant, run, everything)
         self.connection.ask(lambda store: store.write(f"f:{flag}", None))
 
@@ -410,10 +359,9 @@ class Ledger:
     # The end
 
     def close(self) -> None:
-        """Send what waits, and end the thread; within a few time-outs.
+        """Send what waits within a few time-outs, or leave it on the disk for the next process.
 
-        What cannot be sent by then stays on the disk for the next process. The ledger can be used
-        again.
+        The ledger can be used again.
         """
         self._heartbeat.finish(2 * self._timeout)
         self.connection.close()

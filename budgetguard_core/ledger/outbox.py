@@ -40,16 +40,12 @@ class Outbox:
     """The messages of this process, and a file for each that must outlive it.
 
     A message counts once, however often and by whomever it is sent: no file is locked.
-
-    Args:
-        folder: Where files are made when they are needed.
-        most: The amount that may be admitted while the store is absent; 0 in a dimension is no
-            limit.
     """
 
     def __init__(self, folder: Path, most: Amount = ZERO) -> None:
         self._folder = folder
         self._most = most
+        """The amount that may be admitted while the store is absent; 0 is no limit."""
         self.forked()
 
     def forked(self) -> None:
@@ -70,11 +66,7 @@ class Outbox:
         return self._folder / f"{self._own}-{sha256(step.id.encode()).hexdigest()[:32]}.json"
 
     def admit(self, step: Step) -> bool:
-        """Write down a call that the store is not asked for; False where it is one too many.
-
-        Raises:
-            LedgerUnreachable: The disk does not take it.
-        """
+        """Write down a call that the store is not asked for; False where it is one too many."""
         with self._lock:
             total = step.amount
             for amount in self._admitted.values():
@@ -92,12 +84,8 @@ class Outbox:
     def record(self, step: Step, *, synced: bool = True) -> None:
         """Write down what is to be charged if this process dies before it is sent.
 
-        Args:
-            step: The settlement.
-            synced: Wait for the disk; without, it survives a kill and no loss of power.
-
-        Raises:
-            LedgerUnreachable: The disk does not take it.
+        Raises `LedgerUnreachable` where the disk does not take it. What is not `synced` survives a
+        kill and no loss of power.
         """
         windows = [(window.key, window.label) for window in step.windows]
         report = _Report(id=step.id, windows=windows, spent=[*step.amount], owner=step.owner)
@@ -127,11 +115,7 @@ class Outbox:
                 self._admitted[step.id] = self._admitted[step.id].larger(step.amount)
 
     def save(self) -> None:
-        """Write down what waits, so that a kill loses nothing of it.
-
-        Raises:
-            LedgerUnreachable: The disk does not take it.
-        """
+        """Write down what waits, so that a kill loses nothing of it."""
         for step in [*self._waiting.values()]:
             if self._recorded.get(step.id) is not step:
                 self.record(step)
@@ -140,9 +124,6 @@ class Outbox:
         """Send what waits; False where it was too much for so many seconds.
 
         What the store refuses to hear is dropped: it is a mistake of ours.
-
-        Raises:
-            LedgerUnreachable: The store does not answer; what was not sent waits on.
         """
         started = SystemClock.monotonic_ns()
         for step in [*self._waiting.values()]:
@@ -162,9 +143,6 @@ class Outbox:
         """Send what other processes have on the disk: most of them are dead.
 
         One that lives may find a call that it was allowed without the store charged as reserved.
-
-        Raises:
-            LedgerUnreachable: The store does not answer; what was not sent stays on the disk.
         """
         for path in sorted(self._folder.glob("*.json")):
             if path.name.startswith(self._own):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar, cast
@@ -44,68 +43,51 @@ _POOL = "budgetguard"
 
 
 class PostgresLedgerStore(SqlStore):
-    """A `Store` in PostgreSQL 12 or later.
+    """A `Store` in PostgreSQL 12 or later."""
 
-    Args:
-        url: As libpq takes it.
-        timeout: Seconds until a step gives up.
-
-    Raises:
-        LedgerUnreachable: The server does not answer.
-    """
+    vector = "{0}[{1}]"
 
     def __init__(self, url: str, *, timeout: float = 1.0) -> None:
         import psycopg
         import psycopg_pool
 
         self._psycopg: Any = psycopg
-        self._pools: Any = psycopg_pool
-        # What the pool says of errors may quote the URL.
-        logging.getLogger("psycopg.pool").addFilter(lambda one: _POOL not in one.getMessage())
-        self._url = url
+        logging.getLogger("psycopg.pool").addFilter(_is_of_another)
         self._timeout = timeout
         # A little more: the server's own time-outs come first.
-        self._class = _bounded(psycopg.Connection, timeout / 2 + 0.1)
-        self._options = {
+        connection = _bounded(psycopg.Connection, timeout / 2 + 0.1)
+        options: dict[str, Any] = {
             "autocommit": True,
             "connect_timeout": max(_LEAST_CONNECT_SECONDS, int(timeout)),
             "application_name": "budgetguard",
             "client_encoding": "utf8",  # whatever the URL or the environment says
         }
         self._steps = 0
-        self._inherited: list[Any] = []
-        self._lock = threading.Lock()
-        self._pool: Any = None
-        self._connections()
-
-    def _connections(self) -> Any:
-        with self._lock:
-            if self._pool is None:
-                self._pool = self._open()
-            return self._pool
-
-    def _open(self) -> Any:
         # The pool would only say that it could not connect.
         try:
-            with self._class.connect(self._url, **self._options) as db:
+            with connection.connect(url, **options) as db:
                 self._set_up(db)
                 self._migrate(db)
-        except self._psycopg.Error as error:
+        except psycopg.Error as error:
             raise _unreachable(error) from None
-        return self._pools.ConnectionPool(
-            self._url,
-            connection_class=self._class,
-            kwargs=self._options,
+        self._pool: Any = psycopg_pool.ConnectionPool(
+            url,
+            connection_class=connection,
+            kwargs=options,
             configure=self._set_up,
             min_size=0,
             max_size=_CONNECTIONS,
             max_idle=_IDLE_SECONDS,
-            timeout=self._timeout,
-            reconnect_timeout=self._timeout,
+            timeout=timeout,
+            reconnect_timeout=timeout,
             num_workers=2,
             name=_POOL,
             open=True,
         )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.close(timeout=self._timeout)
 
     def _set_up(self, db: Any) -> None:
         milliseconds = max(1, int(self._timeout * 500))
@@ -140,7 +122,7 @@ class PostgresLedgerStore(SqlStore):
         A server was restarted or has become a replica, or something between has dropped what was
         idle: only the next statement tells. All of it counts once, however often it is sent.
         """
-        pool = self._connections()
+        pool = self._pool
         try:
             try:
                 with pool.connection() as db:
@@ -203,19 +185,10 @@ class PostgresLedgerStore(SqlStore):
         """Return the server's clock."""
         return float(self.all("SELECT extract(epoch FROM clock_timestamp())")[0][0])
 
-    def forked(self) -> None:
-        """Leave the connections to the parent process; called in a forked child."""
-        if self._pool is not None:
-            # Collected here, they would say good-bye to the server in the parent's name.
-            self._inherited.append(self._pool)
-        self._pool = None
-        self._lock = threading.Lock()
 
-    def close(self) -> None:
-        """Close the connections."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close(timeout=self._timeout)
+def _is_of_another(record: logging.LogRecord) -> bool:
+    """Keep the words of this pool out of the logs: those of errors may quote the URL."""
+    return _POOL not in record.getMessage()
 
 
 def _unreachable(error: Any) -> LedgerUnreachable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -34,57 +35,51 @@ _AT_ONCE = 500
 class RedisLedgerStore:
     """A `Store` in Redis 6 or later, or Valkey.
 
-    All keys have one hash tag, so that a step is one script on one server.
-
-    Args:
-        url: As redis-py takes it.
-        name: Two ledgers in one data base have different names.
-        timeout: Seconds until a step gives up.
-
-    Raises:
-        ConfigurationError: The URL makes no sense.
-        LedgerUnreachable: The server does not answer.
-        LedgerError: The server would throw keys away, or is a part of a cluster.
+    All keys have one hash tag, so that a step is one script on one server. Two ledgers in one data
+    base have different names.
     """
 
     def __init__(self, url: str, *, name: str = "budgetguard", timeout: float = 1.0) -> None:
         import redis
         from redis.backoff import NoBackoff
-        from redis.exceptions import NoScriptError, ReadOnlyError
+        from redis.exceptions import NoScriptError
         from redis.retry import Retry
 
-        self._url = url
         # redis-py's own defaults hold a caller for a minute: 5 s, and ten attempts. Here a second
         # try on a new connection, within the time-out: a server was restarted or has become a
         # replica, or something between has dropped what was idle. Every command counts once,
         # however often it is sent.
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "socket_timeout": timeout / 2,
             "socket_connect_timeout": timeout / 2,
             "retry": Retry(NoBackoff(), 1),
-            "retry_on_error": [ReadOnlyError],
+            "retry_on_error": [redis.ReadOnlyError],
         }
         self._errors = (redis.RedisError, OSError)
         self._absent = (redis.ConnectionError, redis.TimeoutError, OSError)
-        self._missing: type[Exception] = NoScriptError
-        self._class: Any = redis.Redis
         self._prefix = "{" + quote(name, safe="") + "}"
         self._conf, self._flags = f"{self._prefix}:conf", f"{self._prefix}:flags"
-        self._client = self._connect()
+        self._missing: type[Exception] = NoScriptError
+        client: Any = redis.Redis
         try:
+            self._client: Any = client.from_url(url, **options)
             self._check_server()
-        except TypeError:  # an option that redis-py's connections do not take
-            raise _wrong_url() from None
+        except (ValueError, TypeError):  # an option that redis-py does not take
+            raise ConfigurationError(
+                "a ledger's URL must be one that redis-py understands, got another. "
+                "Use redis://host:6379/0."
+            ) from None
 
-    def _connect(self) -> Any:
-        try:
-            return self._class.from_url(self._url, **self._options)
-        except (ValueError, TypeError):
-            raise _wrong_url() from None
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
     def _call(self, *command: Any) -> Any:
+        return self._ask(self._client.execute_command, *command)
+
+    def _ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return self._client.execute_command(*command)
+            return work(*arguments)
         except self._missing:
             raise
         except self._errors as error:
@@ -96,9 +91,10 @@ class RedisLedgerStore:
             ) from None
 
     def _check_server(self) -> None:
-        # INFO, because CONFIG is often forbidden.
-        facts = {**self._call("INFO", "memory"), **self._call("INFO", "persistence")}
-        if int(self._call("INFO", "cluster").get("cluster_enabled", 0)):
+        facts: dict[str, Any] = {}
+        for section in ("memory", "persistence", "cluster"):  # CONFIG is often forbidden
+            facts |= self._call("INFO", section)
+        if int(facts.get("cluster_enabled", 0)):
             raise LedgerError(
                 "the ledger's Redis must be one server, got a part of a cluster, which may move "
                 "the ledger's keys away. Give the ledger a server of its own."
@@ -115,17 +111,11 @@ class RedisLedgerStore:
                 "is free again. Set appendonly yes."
             )
 
-    # The step
-
     def step(self, step: Step) -> Answer:
         """Apply a step once, in one script."""
         windows = step.windows
-        keys = [
-            self._conf,
-            self._flags,
-            f"{self._prefix}:h:{step.id}",
-            *[f"{self._prefix}:w:{window.key}" for window in windows],
-        ]
+        keys = [self._conf, self._flags, f"{self._prefix}:h:{step.id}"]
+        keys += [f"{self._prefix}:w:{window.key}" for window in windows]
         arguments: list[Any] = [
             *(step.verb, step.ledger, step.sequence, *step.amount),
             max([window.start for window in windows]),
@@ -134,23 +124,14 @@ class RedisLedgerStore:
             *(len(step.flags), len(windows), *step.flags),
         ]
         for window in windows:
-            arguments += (window.key, window.label, window.label[0], window.oldest)
-            arguments += window.ceiling
+            arguments += (window.key, window.label, window.oldest, *window.ceiling)
         try:
             got = self._call("EVALSHA", _SHA, len(keys), *keys, *arguments)
         except self._missing:
             got = self._call("EVAL", _SCRIPT, len(keys), *keys, *arguments)
         status, amount, detail, now, warn, sequence = got
-        return Answer(
-            status.decode(),
-            Amount(*map(int, amount.split())),
-            detail.decode(),
-            float(now),
-            int(warn),
-            int(sequence),
-        )
-
-    # Identity, notes, ceilings, reports
+        figures = Amount.of_text(amount), detail.decode(), float(now), int(warn), int(sequence)
+        return Answer(status.decode(), *figures)
 
     def now(self) -> float:
         """Return the server's clock."""
@@ -201,41 +182,21 @@ class RedisLedgerStore:
         return found
 
     def _names(self, what: str) -> list[str]:
-        names: set[str] = set()
-        cursor: Any = 0
         prefix = f"{self._prefix}:{what}:"
-        while True:
-            cursor, found = self._call("SCAN", cursor, "MATCH", prefix + "*", "COUNT", _AT_ONCE)
-            names.update(name.decode().removeprefix(prefix) for name in found)
-            if int(cursor) == 0:
-                return sorted(names)
-
-    def forked(self) -> None:
-        """Leave the connections to the parent process; called in a forked child."""
-        self._client = self._connect()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-
-def _wrong_url() -> ConfigurationError:
-    return ConfigurationError(
-        "a ledger's URL must be one that redis-py understands, got another. "
-        "Use redis://host:6379/0."
-    )
+        found = self._ask(lambda: set(self._client.scan_iter(prefix + "*", _AT_ONCE)))
+        return sorted(name.decode().removeprefix(prefix) for name in found)
 
 
 def _hold(hold_id: str, text: str) -> HoldRecord:
     figures, *memo = text.split(SEPARATOR)
-    state, *numbers = figures.split()
-    made, owner, windows = memo or ("0", "", "")
+    state, numbers = figures.split(" ", 1)
+    expires, made, owner, windows = memo or ("0", "0", "", "")
     return HoldRecord(
         id=hold_id,
         owner=owner,
-        charge=Amount(*map(int, numbers[:4])),
+        charge=Amount.of_text(numbers),
         closed=state == "c",
         made=float(made),
-        expires=float(numbers[4]) if state == "o" else 0.0,
+        expires=float(expires),
         windows=pairs_of(windows),
     )

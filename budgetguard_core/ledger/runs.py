@@ -1,4 +1,7 @@
-"""The runs of this process, and the thread that looks after them."""
+"""The runs of this process: their reservations, and the thread that looks after them.
+
+A model call costs one round trip: reserved before it; settled after it, by the thread.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
-from budgetguard_core.ledger.amounts import ZERO, Amount
+from budgetguard_core.errors import BudgetGuardError, ConfigurationError
+from budgetguard_core.ledger.amounts import ZERO, Amount, to_amount
 from budgetguard_core.ledger.ceilings import Ceilings, ceiling_of
 from budgetguard_core.ledger.connection import Connection
 from budgetguard_core.ledger.errors import (
+    ABORTED,
     LedgerRefused,
     LedgerUnreachable,
+    OtherWindows,
     Warned,
     in_units,
     reason_of,
+    refusal_of,
 )
 from budgetguard_core.ledger.kill_switch import kill_of
 from budgetguard_core.ledger.outbox import Outbox
-from budgetguard_core.ledger.reservation import Reservation, Reservations
+from budgetguard_core.ledger.step import Answer, Step, new_id
 from budgetguard_core.ledger.windows import RUN, Account, Window
 
 _LOG = logging.getLogger("budgetguard")
@@ -29,6 +37,170 @@ BEAT_SECONDS = 0.5
 """Between two looks at the store. A kill is seen within it and one trip."""
 _DELIVERY_SECONDS = 0.3
 """Of one beat: what is left is sent behind the next look at the kill switches."""
+_ATTEMPTS = 3
+"""To name the windows that the store's clock lies in."""
+_TAKEN = (
+    "reservation_id must name one reservation, got one of another tenant or day, or of less. "
+    "Use another name for another call."
+)
+
+
+class Reservation:
+    """Money set aside for one call, in the windows that it was made in, until it is settled.
+
+    A reservation that is never settled or released stays charged in full.
+    """
+
+    __slots__ = ("_maker", "amount", "id", "is_local", "owner", "windows")
+
+    def __init__(self, maker: Reservations, name: str, amount: Amount, owner: str) -> None:
+        self._maker = maker
+        self.id = name
+        self.amount = amount
+        self.owner = owner
+        self.windows: Sequence[Window] = ()
+        self.is_local = False
+        """Recorded on the disk, because the store could not be reached."""
+
+    def settlement(self, spent: Amount) -> Step:
+        """Return the message that closes it."""
+        return Step("settle", self.id, self.windows, spent, owner=self.owner)
+
+    def settle(self, usd: Decimal | float = 0, tokens: int = 0) -> None:
+        """Charge what was measured instead of what was reserved; repeats change nothing.
+
+        More than was reserved is charged too: the provider has billed it. The calls that were
+        reserved were made.
+        """
+        self._maker.settle_now(self, to_amount(usd, tokens, *self.amount[2:]))
+
+    def release(self) -> None:
+        """Charge nothing: the call was not made."""
+        self._maker.settle_now(self, ZERO)
+
+
+class Reservations:
+    """Makes and settles the reservations of one ledger.
+
+    `allows` admits calls when the store is absent, to be charged later.
+    """
+
+    def __init__(
+        self, connection: Connection, outbox: Outbox, heartbeat: Heartbeat, *, allows: bool
+    ) -> None:
+        self.heartbeat = heartbeat
+        self._connection = connection
+        self._outbox = outbox
+        self._allows = allows
+        self._exceeded = False
+        """A call used more than it had reserved, and the store may not have heard of it yet."""
+
+    def reserve(
+        self, account: Account, amount: Amount, run: str, name: str | None = None
+    ) -> Reservation | LedgerRefused:
+        """Reserve with one trip; under a name of the caller's, a repeat is the same reservation."""
+        if self._exceeded:
+            self._exceeded = False
+            self.deliver()
+        made = Reservation(self, name or new_id(), amount, run)
+        try:
+            answer = self._ask(account, made)
+        except OtherWindows:
+            raise ConfigurationError(_TAKEN) from None
+        except LedgerUnreachable as error:
+            if error.is_absent and self._allows:
+                return self._allow(made, error)
+            # Never one under a name of the caller's: a retry may be under way, here or elsewhere.
+            if error.was_sent and name is None:
+                self._send_later(made.settlement(ZERO))
+            how = " (on_ledger_error is refuse)" if error.is_absent else ""
+            return LedgerRefused(ABORTED, f"{error}{how}")
+        except BudgetGuardError:
+            raise
+        except BaseException:  # a signal's handler; the store may have taken it
+            if name is None and made.windows:
+                self._send_later(made.settlement(ZERO))
+            raise
+        if answer.status != "ok":
+            return refusal_of(answer, made.windows)
+        if amount.exceeds(answer.amount):
+            raise ConfigurationError(_TAKEN)
+        for place, window in enumerate(made.windows):
+            if answer.warn >> place & 1:
+                self.heartbeat.warn(window)
+        return made
+
+    def _ask(self, account: Account, made: Reservation) -> Answer:
+        """Ask for a reservation in the windows of now.
+
+        Ours is a guess, the store's clock decides: one more trip at an edge, none otherwise.
+        """
+        flags = account.flags
+        if made.owner:
+            flags = tuple(sorted((*flags, f"r:{made.owner}")))
+        for _ in range(_ATTEMPTS):
+            made.windows = account.windows(self._connection.now())
+            step = Step("reserve", made.id, made.windows, made.amount, flags, made.owner)
+            answer = self._connection.send(step)
+            if answer.status != "clock":
+                return answer
+        raise LedgerUnreachable(
+            f"the store's clock must stand still for a moment, got {_ATTEMPTS} times outside of "
+            "its windows. Check the clocks."
+        )
+
+    def _allow(self, made: Reservation, error: LedgerUnreachable) -> Reservation | LedgerRefused:
+        made.is_local = True
+        try:
+            if self._outbox.admit(made.settlement(made.amount)):
+                return made
+            why = "What is allowed without it is used up (allow_usd)."
+        except LedgerUnreachable as full:
+            why = str(full)
+        return LedgerRefused(ABORTED, f"{error} {why}")
+
+    def settle(self, made: Reservation, spent: Amount) -> None:
+        """Settle it in the thread that talks to the store.
+
+        Should the process be killed before, the reservation stays charged. What was used beyond it
+        is written to the disk first.
+        """
+        step = made.settlement(spent)
+        if spent.exceeds(made.amount):
+            self._exceeded = True
+            with suppress(LedgerUnreachable):
+                self._outbox.record(step, synced=False)
+        self._send_later(step)
+
+    def settle_now(self, made: Reservation, spent: Amount) -> None:
+        """Settle with one trip; later, where the store does not answer."""
+        step = made.settlement(spent)
+        if made.is_local:
+            self._outbox.add(step)
+            return
+        try:
+            self._connection.send(step)
+        except LedgerUnreachable:
+            self._send_later(step)
+            self._outbox.save()
+
+    def report(self, account: Account, spent: Amount, run: str) -> None:
+        """Charge what nothing was reserved for, as soon as the store answers."""
+        windows = account.windows(self._connection.now())
+        self._send_later(Step("settle", new_id(), windows, spent, owner=run))
+
+    def _send_later(self, step: Step) -> None:
+        self._outbox.add(step)
+        self.heartbeat.wake()
+
+    def deliver(self) -> bool:
+        """Send what waits for the ledger's thread; False where nothing did, or no store answers."""
+        if not len(self._outbox):
+            return False
+        try:
+            return self._outbox.deliver(self._connection.send)
+        except LedgerUnreachable:
+            return False
 
 
 class LedgerRun:
@@ -40,17 +212,16 @@ class LedgerRun:
 
     def __init__(
         self,
-        heartbeat: Heartbeat,
         reservations: Reservations,
         account: Account,
         run: str,
         on_kill: Callable[[str], object],
         on_warning: Callable[[Warned], object],
     ) -> None:
-        self._heartbeat = heartbeat
         self._reservations = reservations
+        self._heartbeat = reservations.heartbeat
         self.account = account
-        self.payer = (id(heartbeat), account.names)
+        self.payer = (id(reservations), account.names)
         """The same for all runs that are charged to the same keys."""
         self.run = run
         self.on_kill = on_kill
@@ -150,9 +321,7 @@ class Heartbeat:
     def finish(self, seconds: float) -> None:
         """End the thread and look after no run; send what waits, and write the rest down.
 
-        Args:
-            seconds: To wait for the beat under way, and again for sending. A run that goes on all
-                the same says so by opening itself.
+        Waits for the beat under way, and again for sending. A run that goes on opens itself again.
         """
         with self._lock:
             self._is_stopped = True
@@ -206,17 +375,14 @@ class Heartbeat:
 
     # Warnings
 
-    def warn(self, windows: Sequence[Window]) -> None:
-        """Notify the runs that are charged in windows which reached 80 % of a ceiling."""
-        for window in windows:
-            if window.label[0] != RUN:  # that is for whoever made a ledger for one run
-                _LOG.warning(
-                    "%s reached 80 %% of its ceiling (%s)", ascii(window.key), window.label
-                )
-            runs = [run for run in self.all() if window.key in run.account.names]
-            warned = self._warned(window) if runs else None
-            for run in runs:
-                _call(run.on_warning, warned)
+    def warn(self, window: Window) -> None:
+        """Notify the runs that are charged in a window which reached 80 % of a ceiling."""
+        if window.label[0] != RUN:  # that is for whoever made a ledger for one run
+            _LOG.warning("%s reached 80 %% of its ceiling (%s)", ascii(window.key), window.label)
+        runs = [run for run in self.all() if window.key in run.account.names]
+        warned = self._warned(window) if runs else None
+        for run in runs:
+            _call(run.on_warning, warned)
 
     def _warned(self, window: Window) -> Warned:
         """Return a warning with the figures of the dimension that is nearest to its ceiling."""

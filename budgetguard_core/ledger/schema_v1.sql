@@ -1,8 +1,5 @@
 -- The ledger in PostgreSQL, format 1. Functions have versioned names, so that two releases share a
--- data base. What a step means is said by `decide` in step.py; this says the same.
--- Keys and labels are compared byte by byte, whatever the data base's collation. A vector is dollars,
--- tokens, model calls and tool calls.
-
+-- data base, and do the same as `decide` in step.py. Keys and labels are compared byte by byte.
 CREATE TABLE bg_windows(
   key text COLLATE "C", label text COLLATE "C",
   charged bigint[] NOT NULL, spent bigint[] NOT NULL,
@@ -23,11 +20,11 @@ CREATE SEQUENCE bg_sequence;
 
 -- Raises BG004 where the ledger is not the one that the sender knows, or an earlier state of it.
 CREATE FUNCTION bg_meet_v1(p_ledger text, p_sequence bigint) RETURNS void LANGUAGE plpgsql AS $$
-DECLARE known text; number bigint := (SELECT last_value FROM bg_sequence);
+DECLARE
+  number bigint := (SELECT last_value FROM bg_sequence);
+  known text := (SELECT text FROM bg_notes WHERE name = 'id');
 BEGIN
-  IF p_ledger = '' THEN RETURN; END IF;
-  SELECT text INTO known FROM bg_notes WHERE name = 'id';
-  IF known IS DISTINCT FROM p_ledger OR number < p_sequence THEN
+  IF p_ledger <> '' AND (known IS DISTINCT FROM p_ledger OR number < p_sequence) THEN
     RAISE EXCEPTION USING ERRCODE = 'BG004', MESSAGE = concat_ws(E'\x1f', coalesce(known, ''),
       coalesce((SELECT text FROM bg_notes WHERE name = 'adopted'), '0'), number);
   END IF;
@@ -52,7 +49,7 @@ CREATE FUNCTION bg_reserve_v1(
   OUT status text, OUT amount bigint[], OUT at float8, OUT warn int, OUT number bigint
 ) LANGUAGE plpgsql AS $$
 DECLARE
-  h bg_holds; r record; used bigint[]; told bool; place int; flag text;
+  h bg_holds; r record; used bigint[]; told bool; fresh bool; place int; flag text;
 BEGIN
   PERFORM bg_meet_v1(p_ledger, p_sequence);
   status := 'ok'; amount := p_amount; warn := 0; number := 0;
@@ -61,11 +58,8 @@ BEGIN
     ON CONFLICT DO NOTHING;
   IF NOT FOUND THEN
     SELECT * INTO h FROM bg_holds x WHERE x.id = p_id;
-    amount := h.amount;
-    IF h.closed THEN status := 'closed';
-    ELSIF h.windows <> p_windows THEN
-      status := 'windows'; amount := '{0,0,0,0}';
-    END IF;
+    status := CASE WHEN h.closed THEN 'closed' WHEN h.windows = p_windows THEN 'ok' ELSE 'windows' END;
+    amount := CASE status WHEN 'windows' THEN '{0,0,0,0}' ELSE h.amount END;
     RETURN;
   END IF;
   SELECT substr(x.name, 3) || E'\x1f' || x.text INTO flag FROM bg_notes x
@@ -87,32 +81,31 @@ BEGIN
     LEFT JOIN bg_notes d ON d.name = 'c:' || left(w.l, 2)
     ORDER BY w.o
   LOOP
-    LOOP
-      -- Tests its condition on the newest version of the row (READ COMMITTED).
-      UPDATE bg_windows x SET charged = bg_plus_v1(x.charged, p_amount), ceiling = r.given
-        WHERE x.key = r.k AND x.label = r.l
-          AND bg_over_v1(bg_plus_v1(x.charged, p_amount), r.ceiling) = 0
-        RETURNING x.charged, x.warned INTO used, told;
-      EXIT WHEN FOUND;
-      SELECT x.charged INTO used FROM bg_windows x WHERE x.key = r.k AND x.label = r.l;
-      used := coalesce(used, '{0,0,0,0}');
-      place := bg_over_v1(bg_plus_v1(used, p_amount), r.ceiling);
-      IF place > 0 THEN
-        RAISE EXCEPTION USING ERRCODE = 'BG001',
-          MESSAGE = concat_ws(E'\x1f', r.o - 1, place - 1, used[place], r.ceiling[place]);
-      END IF;
-      INSERT INTO bg_windows VALUES(r.k, r.l, '{0,0,0,0}', '{0,0,0,0}', r.given)
-        ON CONFLICT DO NOTHING;
-      DELETE FROM bg_windows x WHERE x.key = r.k AND x.label >= left(r.l, 2) AND x.label < r.oldest;
-    END LOOP;
-    IF NOT told THEN
-      FOR i IN 1..4 LOOP
-        CONTINUE WHEN r.ceiling[i] = 0 OR used[i] < r.ceiling[i] - r.ceiling[i] / 5;
-        warn := warn | (1 << (r.o - 1));
-        UPDATE bg_windows x SET warned = true WHERE x.key = r.k AND x.label = r.l;
-        EXIT;
-      END LOOP;
+    place := bg_over_v1(p_amount, r.ceiling);
+    IF place = 0 THEN
+      -- Tests its condition on the newest version of the row, which it locks (READ COMMITTED).
+      INSERT INTO bg_windows AS x VALUES(r.k, r.l, p_amount, '{0,0,0,0}', r.given)
+        ON CONFLICT(key, label) DO UPDATE
+          SET charged = bg_plus_v1(x.charged, p_amount), ceiling = r.given
+          WHERE bg_over_v1(bg_plus_v1(x.charged, p_amount), r.ceiling) = 0
+        RETURNING x.charged, x.warned, x.xmax = 0 INTO used, told, fresh;
     END IF;
+    IF place > 0 OR NOT FOUND THEN
+      used := coalesce((SELECT x.charged FROM bg_windows x WHERE x.key = r.k AND x.label = r.l),
+        '{0,0,0,0}');
+      place := bg_over_v1(bg_plus_v1(used, p_amount), r.ceiling);
+      RAISE EXCEPTION USING ERRCODE = 'BG001',
+        MESSAGE = concat_ws(E'\x1f', r.o - 1, place - 1, used[place], r.ceiling[place]);
+    END IF;
+    IF fresh THEN
+      DELETE FROM bg_windows x WHERE x.key = r.k AND x.label >= left(r.l, 2) AND x.label < r.oldest;
+    END IF;
+    FOR i IN 1..4 LOOP
+      CONTINUE WHEN told OR r.ceiling[i] = 0 OR used[i] < r.ceiling[i] - r.ceiling[i] / 5;
+      warn := warn | (1 << (r.o - 1));
+      UPDATE bg_windows x SET warned = true WHERE x.key = r.k AND x.label = r.l;
+      EXIT;
+    END LOOP;
   END LOOP;
   at := extract(epoch FROM clock_timestamp()); -- after the wait for the locks
   IF NOT (p_from <= at AND at < p_to) THEN
@@ -143,7 +136,8 @@ BEGIN
         greatest(before[3], p_amount[3]), greatest(before[4], p_amount[4])];
       IF amount = before THEN RETURN; END IF;
     ELSIF h.windows <> p_windows THEN
-      status := 'windows'; amount := zero; RETURN;
+      status := 'windows'; amount := zero;
+      RETURN;
     END IF;
     UPDATE bg_holds x SET amount = bg_settle_v1.amount, closed = true, expires = at + 86400
       WHERE x.id = p_id;

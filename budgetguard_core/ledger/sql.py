@@ -9,8 +9,8 @@ from typing import Any
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.step import HoldRecord, Identity, WindowRecord, pairs_of
 
-WINDOWS = "SELECT key, label, charged, spent, ceiling FROM bg_windows"
-HOLDS = "SELECT id, owner, amount, closed, made, expires, windows FROM bg_holds"
+WINDOW = "key label CHARGED SPENT CEILING warned"
+HOLD = "id owner AMOUNT closed made expires windows"
 _IDENTITY = (
     "SELECT a.text, b.text, (SELECT last_value FROM bg_sequence) FROM bg_notes a "
     "LEFT JOIN bg_notes b ON b.name = 'adopted' WHERE a.name = 'id'"
@@ -23,6 +23,9 @@ class SqlStore:
 
     Notes are 'id' and 'adopted'; 'f:' and a kill switch; 'c:<kind>:<key>' and a ceiling.
     """
+
+    vector = "{0}{1}"
+    """The column of one figure of a vector."""
 
     def all(self, statement: str, *arguments: Any) -> list[Any]:
         """Return the rows of one statement, in which ? stands for each argument."""
@@ -50,27 +53,34 @@ class SqlStore:
     def windows(self, key: str = "") -> list[WindowRecord]:
         """Return every window, or those of one key."""
         of_one = "key = ? ORDER BY label" if key else "? = '' ORDER BY key, label"
-        return list(map(window_of, self.all(f"{WINDOWS} WHERE {of_one}", key)))
+        return list(map(window_of, self._rows(WINDOW, f"bg_windows WHERE {of_one}", key)))
 
     def holds(self) -> list[HoldRecord]:
         """Return every hold of the last day, and all that are open."""
-        return list(map(hold_of, self.all(f"{HOLDS} ORDER BY made")))
+        return list(map(hold_of, self._rows(HOLD, "bg_holds ORDER BY made")))
+
+    def _rows(self, names: str, source: str, *arguments: Any) -> list[Any]:
+        statement = f"SELECT {columns(names, self.vector)} FROM {source}"  # noqa: S608
+        return self.all(statement, *arguments)
+
+
+def columns(names: str, vector: str) -> str:
+    """Return the columns of a table, those in capitals being vectors."""
+    found: list[str] = []
+    for name in names.split():
+        four = [vector.format(name.lower(), place) for place in (1, 2, 3, 4)]
+        found += four if name.isupper() else [name]
+    return ", ".join(found)
 
 
 def window_of(row: Sequence[Any]) -> WindowRecord:
-    """Read a window: its key, its label, its vectors, and whether it has warned."""
-    key, label, charged, spent, ceiling, *warned = row
-    vectors = (_amount_of(charged), _amount_of(spent), _amount_of(ceiling))
-    return WindowRecord(key, label, *vectors, *map(bool, warned))
+    """Read a window, as `WINDOW` names its columns."""
+    vectors = Amount(*row[2:6]), Amount(*row[6:10]), Amount(*row[10:14])
+    return WindowRecord(row[0], row[1], *vectors, warned=bool(row[14]))
 
 
 def hold_of(row: Sequence[Any]) -> HoldRecord:
-    """Read a hold."""
-    name, owner, amount, closed, made, expires, windows = row
+    """Read a hold, as `HOLD` names its columns."""
+    *amount, closed, made, expires, windows = row[2:]
     pairs = pairs_of(windows)
-    return HoldRecord(name, owner, _amount_of(amount), bool(closed), made, expires, pairs)
-
-
-def _amount_of(vector: Any) -> Amount:
-    """Read a vector: an array of PostgreSQL, or a text in SQLite, which has none."""
-    return Amount.of_text(vector) if isinstance(vector, str) else Amount(*vector)
+    return HoldRecord(row[0], row[1], Amount(*amount), bool(closed), made, expires, pairs)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from budgetguard_core.clock import Clock, SystemClock
 from budgetguard_core.ledger.amounts import Amount
 from budgetguard_core.ledger.errors import LedgerUnreachable
-from budgetguard_core.ledger.sql import HOLDS, WINDOWS, SqlStore, hold_of, window_of
+from budgetguard_core.ledger.sql import HOLD, WINDOW, SqlStore, columns, hold_of, window_of
 from budgetguard_core.ledger.step import (
     SEPARATOR,
     TOMBSTONE_SECONDS,
@@ -30,20 +30,20 @@ from budgetguard_core.ledger.windows import Window
 
 _R = TypeVar("_R")
 
-# A vector is a text of four figures.
-_SCHEMA = """
-CREATE TABLE bg_windows(key TEXT, label TEXT, charged TEXT, spent TEXT, ceiling TEXT, warned INT,
-    PRIMARY KEY(key, label)) WITHOUT ROWID;
-CREATE TABLE bg_holds(id TEXT PRIMARY KEY, owner TEXT, amount TEXT, closed INT, made REAL,
-    expires REAL, windows TEXT) WITHOUT ROWID;
+_WINDOW, _HOLD = columns(WINDOW, SqlStore.vector), columns(HOLD, SqlStore.vector)
+_SCHEMA = f"""
+CREATE TABLE bg_windows({_WINDOW}, PRIMARY KEY(key, label)) WITHOUT ROWID;
+CREATE TABLE bg_holds({_HOLD}, PRIMARY KEY(id)) WITHOUT ROWID;
 CREATE TABLE bg_notes(name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID;
 CREATE TABLE bg_sequence(last_value INT);
 INSERT INTO bg_sequence VALUES(0);
 PRAGMA user_version = 1
 """
 _VERSION = 1
+_KEEP_WINDOW = f"INSERT OR REPLACE INTO bg_windows VALUES({', '.join('?' * 15)})"
+_KEEP_HOLD = f"INSERT OR REPLACE INTO bg_holds VALUES({', '.join('?' * 10)})"
 _LOOK = "SELECT s.last_value, h.* FROM bg_sequence s LEFT JOIN bg_holds h ON h.id = ?"
-_WINDOW = "SELECT * FROM bg_windows WHERE key = ? AND label = ?"
+_LOOK_AT_WINDOW = "SELECT * FROM bg_windows WHERE key = ? AND label = ?"
 # More are looked at than can have come in. An index of closed holds by time would be one page more
 # in every settlement.
 _STEPS_BETWEEN_CLEANINGS = 500
@@ -55,17 +55,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.002
 class SqliteLedgerStore(SqlStore):
     """A `Store` in a file, for one thread at a time.
 
-    A signal's handler may raise anywhere in here: what is held is freed by SQLite.
-
-    Args:
-        path: The file; it and its folder are made, readable by their owner only.
-        synchronous: FULL loses nothing. NORMAL loses nothing when a process is killed, but may
-            lose what was committed last when the machine loses its power.
-        timeout: Seconds until a step gives up.
-        clock: The ledger's clock; the machine's if left out.
-
-    Raises:
-        LedgerUnreachable: The file cannot be used.
+    The file and its folder are made, readable by their owner only. A signal's handler may raise
+    anywhere in here: what is held is freed by SQLite.
     """
 
     def __init__(
@@ -222,7 +213,7 @@ class SqliteLedgerStore(SqlStore):
         hold = None if found[0] is None else hold_of(found)
         rows: list[WindowRecord | None] = []
         for one in step.windows:
-            row = db.execute(_WINDOW, one[:2]).fetchone()
+            row = db.execute(_LOOK_AT_WINDOW, one[:2]).fetchone()
             rows.append(None if row is None else window_of(row))
         flags = [flag for flag in step.flags if f"f:{flag}" in notes]
         flag = f"{flags[0]}{SEPARATOR}{notes[f'f:{flags[0]}']}" if flags else ""
@@ -236,18 +227,14 @@ class SqliteLedgerStore(SqlStore):
                     "DELETE FROM bg_windows WHERE key = ? AND label >= ? AND label < ?",
                     (window.key, window.label[:2], window.oldest),
                 )
-            vectors = [vector.to_text() for vector in row[2:5]]
-            db.execute(
-                "INSERT OR REPLACE INTO bg_windows VALUES(?, ?, ?, ?, ?, ?)",
-                (*row[:2], *vectors, row.warned),
-            )
+            figures = (*row.charged, *row.spent, *row.ceiling)
+            db.execute(_KEEP_WINDOW, (*row[:2], *figures, row.warned))
         expires = now + (step.ttl if is_reserve else TOMBSTONE_SECONDS)
         made, owner, lines = now, step.owner, lines_of(step.windows)
         if hold is not None:
             made, owner, lines = hold.made, hold.owner, found[-1]
         db.execute(
-            "INSERT OR REPLACE INTO bg_holds VALUES(?, ?, ?, ?, ?, ?, ?)",
-            (step.id, owner, answer.amount.to_text(), not is_reserve, made, expires, lines),
+            _KEEP_HOLD, (step.id, owner, *answer.amount, not is_reserve, made, expires, lines)
         )
         db.execute("UPDATE bg_sequence SET last_value = last_value + 1")
         self._kept += 1
@@ -278,7 +265,10 @@ class SqliteLedgerStore(SqlStore):
     def records(self) -> tuple[list[WindowRecord], list[HoldRecord]]:
         """Return every window and every hold, as of one instant."""
         windows, holds = self._write(
-            lambda db: (db.execute(WINDOWS).fetchall(), db.execute(HOLDS).fetchall())
+            lambda db: (
+                db.execute("SELECT * FROM bg_windows ORDER BY key, label").fetchall(),
+                db.execute("SELECT * FROM bg_holds").fetchall(),
+            )
         )
         return list(map(window_of, windows)), list(map(hold_of, holds))
 

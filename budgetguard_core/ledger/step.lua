@@ -2,39 +2,31 @@
 -- All reads and checks come before the first write: a script that fails half way is not rolled back.
 -- Figures are written with '%.0f': '..' and tostring give 1.2345678901234e+14 from $100,000 on.
 --
--- KEYS  conf | flags | the hold | for each window the hash of its key
---       conf has 'id', 'adopted', 'sequence' and ceilings ('c:<kind>:<key>'); flags the switches.
---       A hold is 'o' or 'c' (closed) and four figures, if open with its expiry and particulars.
---       A window is charged, spent and default ceiling, four figures each, and whether it warned.
--- ARGV  verb ledger sequence  four figures  start end ttl tombstone owner windows
---       number of flags, number of windows, flags...
---       for each window: key, label, kind, oldest label kept, four figures of its default ceiling
-local A, call, num, format, match = ARGV, redis.call, tonumber, string.format, string.match
-local SEP = '\31'
+-- KEYS  conf ('id', 'adopted', 'sequence', ceilings 'c:<kind>:<key>') | flags, the switches | the hold:
+--       'o' or 'c' (closed), four figures, if open its expiry and particulars | for each window the hash
+--       of its key: charged, spent, default ceiling, four figures each, and whether it warned
+-- ARGV  verb ledger sequence, four figures, start end ttl tombstone owner windows, how many flags and
+--       windows, flags, of each window: key, label, oldest label kept, four figures of its ceiling
+local A, call, num, format, sub, SEP = ARGV, redis.call, tonumber, string.format, string.sub, '\31'
 local taking, ledger, memo, nf, nw = A[1] == 'reserve', A[2], A[13], num(A[14]), num(A[15])
 local ask = {num(A[4]), num(A[5]), num(A[6]), num(A[7])}
 
-local function figures(text, count)
+local function figures(text)
   local found = {}
-  for figure in string.gmatch(text, '%d+') do
-    found[#found + 1] = num(figure)
-    if #found == count then break end
-  end
+  for figure in string.gmatch(text, '%d+') do found[#found + 1] = num(figure) end
   return found
 end
 local function join(list)
-  local out = {}
-  for i, figure in ipairs(list) do out[i] = format('%.0f', figure) end
-  return table.concat(out, ' ')
+  return format(sub(string.rep('%.0f ', #list), 1, -2), unpack(list))
 end
 
-local t = call('TIME')
-local at = t[1] .. '.' .. format('%06d', t[2])
+local at = format('%s.%06d', unpack(call('TIME')))
 local now = num(at)
-local names = {'id', 'adopted', 'sequence'}
+local names, rows, warn = {'id', 'adopted', 'sequence'}, {}, 0
 for i = 1, nw do
-  local a = 15 + nf + 8 * (i - 1)
-  names[2 + 2 * i], names[3 + 2 * i] = 'c:' .. A[a + 3] .. ':' .. A[a + 1], 'c:' .. A[a + 3] .. ':'
+  local a = 15 + nf + 7 * (i - 1)
+  local kind = 'c:' .. sub(A[a + 2], 1, 2)
+  names[2 + 2 * i], names[3 + 2 * i] = kind .. A[a + 1], kind
 end
 local conf = call('HMGET', KEYS[1], unpack(names))
 local seq = num(conf[3] or 0)
@@ -46,12 +38,9 @@ if ledger ~= '' and (conf[1] ~= ledger or seq < num(A[3])) then
 end
 
 local h = call('GET', KEYS[3])
-local open, before, counted = false, {0, 0, 0, 0}, {0, 0, 0, 0}
-if h then
-  before, open = figures(h, 4), string.sub(h, 1, 1) == 'o'
-  if not open then counted = before
-  elseif string.sub(h, -#memo - 1) ~= SEP .. memo then return answer('windows') end
-end
+local before, open = figures(string.match(h or '0 0 0 0', '[^\31]+')), h and sub(h, 1, 1) == 'o'
+local counted = open and {0, 0, 0, 0} or before
+if open and sub(h, -#memo - 1) ~= SEP .. memo then return answer('windows') end
 local after, same = {}, h and not open
 for d = 1, 4 do
   after[d] = taking and ask[d] or math.max(ask[d], counted[d])
@@ -68,16 +57,15 @@ elseif same then
   return answer('ok', after)
 end
 
-local rows, warn = {}, 0
 for i = 1, nw do
-  local a = 15 + nf + 8 * (i - 1)
+  local a = 15 + nf + 7 * (i - 1)
   local got = call('HGET', KEYS[3 + i], A[a + 2])
-  local row = figures(got or '0 0 0 0 0 0 0 0 0 0 0 0 0', 13)
+  local row = figures(got or '0 0 0 0 0 0 0 0 0 0 0 0 0')
   row.fresh = not got
   if taking then
     local stored = conf[2 + 2 * i] or conf[3 + 2 * i]
-    for d = 1, 4 do row[8 + d] = num(A[a + 4 + d]) end
-    local limit = stored and figures(stored, 4) or {unpack(row, 9, 12)}
+    for d = 1, 4 do row[8 + d] = num(A[a + 3 + d]) end
+    local limit = stored and figures(stored) or {unpack(row, 9, 12)}
     local near = false
     for d = 1, 4 do
       local used = row[d] + ask[d]
@@ -92,15 +80,15 @@ for i = 1, nw do
 end
 
 for i = 1, nw do
-  local a, row = 15 + nf + 8 * (i - 1), rows[i]
+  local a, row = 15 + nf + 7 * (i - 1), rows[i]
   for d = 1, 4 do
     -- A settlement whose window was pruned or lost begins it anew.
-    row[d] = row[d] + after[d] - ((row.fresh and not taking) and 0 or before[d])
+    row[d] = row[d] + after[d] - (row.fresh and 0 or before[d])
     if not taking then row[4 + d] = row[4 + d] + after[d] - (row.fresh and 0 or counted[d]) end
   end
   if row.fresh and taking then
     for _, label in ipairs(call('HKEYS', KEYS[3 + i])) do
-      if string.sub(label, 1, 2) == string.sub(A[a + 2], 1, 2) and label < A[a + 4] then
+      if sub(label, 1, 2) == sub(A[a + 2], 1, 2) and label < A[a + 3] then
         call('HDEL', KEYS[3 + i], label)
       end
     end
@@ -109,7 +97,8 @@ for i = 1, nw do
   if row.fresh then call('EXPIRE', KEYS[3 + i], 400 * 86400) end
 end
 if taking then
-  call('SET', KEYS[3], 'o ' .. join(after) .. ' ' .. format('%.3f', now + A[10]) .. SEP .. at .. SEP .. A[12] .. SEP .. memo)
+  local facts = {'o ' .. join(after), format('%.3f', now + A[10]), at, A[12], memo}
+  call('SET', KEYS[3], table.concat(facts, SEP))
 else
   call('SET', KEYS[3], 'c ' .. join(after), 'EX', A[11])
 end

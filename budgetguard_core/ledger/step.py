@@ -124,14 +124,9 @@ def decide(
     """Return the answer to a step, and the windows that it changes, as they are to be.
 
     Pure: reads no clock and no store. A step that changes anything changes all of its windows.
-
-    Args:
-        step: The message.
-        now: The store's clock, read under its lock.
-        hold: The hold of this id, if there is one.
-        rows: The windows of the step, in its order, if they are there.
-        ceilings: Theirs, for a reservation; 0 is none.
-        flag: The first kill switch that is set and its text, or nothing.
+    `now` is the store's clock, `rows` are the windows in the order of the step, as far as they are
+    there, and `ceilings` theirs, for a reservation; `flag` is the first kill switch that is set and
+    its text, or nothing.
     """
     before, counted = (ZERO, ZERO) if hold is None else (hold.charge, hold.spent)
     if hold is not None and not hold.closed and hold.windows != names_of(step.windows):

@@ -71,11 +71,7 @@ Tenant: TypeAlias = str | Key | Iterable[str | Key]
 
 
 def check_name(name: object, what: str) -> str:
-    """Return the name of a key, a run or a reservation.
-
-    Raises:
-        ConfigurationError: It is no name.
-    """
+    """Return the name of a key, a run or a reservation, checked."""
     if not isinstance(name, str):
         raise ConfigurationError(
             f"{what} must be a str, got {type(name).__name__}. Use the name that your bills use."
@@ -99,11 +95,7 @@ def quoted(name: str) -> str:
 
 
 def zone_of(name: str) -> ZoneInfo:
-    """Return a time zone.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
+    """Return a time zone, checked."""
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError, TypeError):
@@ -114,11 +106,7 @@ def zone_of(name: str) -> ZoneInfo:
 
 
 def as_keys(tenant: Tenant, time_zone: str = "UTC") -> tuple[Key, ...]:
-    """Turn what a user gives as `tenant` into keys, in the user's order.
-
-    Raises:
-        ConfigurationError: It is empty, or a name occurs twice.
-    """
+    """Turn what a user gives as `tenant` into keys, in the user's order, checked."""
     if isinstance(tenant, Key):
         return (tenant,)
     if isinstance(tenant, str):

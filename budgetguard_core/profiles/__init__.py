@@ -7,10 +7,9 @@ variables (`BUDGETGUARD_MAX_COST_USD=5`), the overlay, the profile.
 from budgetguard_core.budget import ProfileId
 from budgetguard_core.profiles.profile import Profile
 from budgetguard_core.profiles.profiles import Profiles, examples, find_file, load_profile
-from budgetguard_core.profiles.task import PastRun, Selector, Task
+from budgetguard_core.profiles.task import Selector, Task
 
 __all__ = [
-    "PastRun",
     "Profile",
     "ProfileId",
     "Profiles",

@@ -6,31 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from budgetguard_core.budget import ProfileId
-from budgetguard_core.outcome import Outcome, Status
+from budgetguard_core.outcome import Outcome
 from budgetguard_core.profiles.profile import Profile
-from budgetguard_core.stop import StopReason
-from budgetguard_core.usage import Usage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PastRun:
-    """An earlier run of the same envelope: how it ended, and nothing that was said in it."""
-
-    profile: ProfileId | None
-    status: Status
-    stop_reason: StopReason | None
-    usage: Usage
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> PastRun:
-        """Take what is kept of an outcome."""
-        return cls(
-            profile=outcome.profile,
-            status=outcome.status,
-            stop_reason=outcome.stop_reason,
-            usage=outcome.usage,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +18,13 @@ class Task:
         input_tokens: The estimated size of what the run is given; None where the adapter does not
             know it when the run begins.
         config: The framework's configuration of the run, where the adapter has one.
-        history: The last 32 runs of the same envelope that have ended, the oldest first.
+        history: The last 32 runs of the same envelope that have ended, the oldest first: how they
+            ended, and nothing that was said in them.
     """
 
     input_tokens: int | None = None
     config: Any = None
-    history: tuple[PastRun, ...] = ()
+    history: tuple[Outcome, ...] = ()
 
 
 Selector: TypeAlias = Callable[[Task], "str | Profile"]

@@ -39,7 +39,6 @@ class _Call:
     at_ns: int
     span: Span | None
     kind: str
-    name: str = ""
 
 
 @dataclass
@@ -328,7 +327,7 @@ class OpenTelemetrySink:
                     attributes,
                     event.wall_ns,
                 )
-            run.calls[call.call_id] = _Call(None, None, 0, event.at_ns, span, "tool", call.name)
+            run.calls[call.call_id] = _Call(None, None, 0, event.at_ns, span, "tool")
 
     def _withdrawn(
         self, run: _Run, event: past.ModelCallWithdrawn | past.ToolCallWithdrawn

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Annotated, Any, TypedDict
 
-import langchain.agents.middleware.types
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelCallLimitMiddleware
@@ -46,6 +45,7 @@ from budgetguard_langgraph import (
     resume,
 )
 from conformance.budgetguard_langgraph_driver import ScriptedChat, message, user
+from langgraph_graphs import bounded_agent
 
 BODIES: list[str] = []
 
@@ -329,8 +329,6 @@ def test_an_answer_does_not_begin_the_middleware_s_budget_anew(form):
 
 def test_another_process_goes_on_with_the_middleware_s_counters():
     """A new middleware, as in another process, takes the guard out of the checkpoint."""
-    if not hasattr(langchain.agents.middleware.types, "ExtendedModelResponse"):
-        pytest.skip("in this LangChain a middleware cannot add to the checkpoint of a model call")
     saver = InMemorySaver()
     script = Script([calls(Call("ask_person", "again?"))])
 
@@ -617,10 +615,8 @@ def test_observe_changes_nothing_in_the_history(way):
     guard = Guard(Budget(max_iterations=1), mode=Mode.OBSERVE)
     same = Call("search", "same")
     script = Script([*[calls(same)] * 4, says("Done.")])
-    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
-    graph = agent(script, [read_nothing], middleware=middleware)
-    config = {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
-    result = (bounded(graph, guard) if way == "bounded" else graph).invoke(user("Go."), config)
+    graph, config = bounded_agent(way, guard, ScriptedChat(script=script), [read_nothing])
+    result = graph.invoke(user("Go."), config)
     assert {m.content for m in result["messages"] if isinstance(m, ToolMessage)} == {"nothing"}
     assert guard.outcome.status == "completed"
     assert guard.outcome.observed

@@ -7,24 +7,19 @@ import json
 import threading
 
 import pytest
-from langchain.agents import create_agent
 from langchain_core.tools import StructuredTool
 
 from budgetguard_core import Budget, Guard
 from budgetguard_core.breakers import BulkheadConfig, ProgressReports, VelocityLimits
 from budgetguard_core.testing import Call, Script, calls, says
-from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, report_progress
-from langgraph_graphs import StrictChat, check_request, search, sticky, user
+from budgetguard_langgraph import BudgetMiddleware, report_progress
+from langgraph_graphs import StrictChat, bounded_agent, check_request, search, sticky, user
 
 WAYS = ["bounded", "callback", "middleware"]
 
 
 def attached(way, script, guard, tools=(search,)):
-    middleware = [BudgetMiddleware(guard)] if way == "middleware" else []
-    graph = create_agent(StrictChat(script=script), list(tools), middleware=middleware)
-    if way == "bounded":
-        return bounded(graph, guard), {}
-    return graph, {"callbacks": [BudgetCallback(guard)]} if way == "callback" else {}
+    return bounded_agent(way, guard, StrictChat(script=script), tools)
 
 
 def paced(what):

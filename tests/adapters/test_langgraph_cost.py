@@ -13,9 +13,9 @@ from budgetguard_core import Budget
 from budgetguard_core.events import ModelCallAdmitted
 from budgetguard_core.kit import TokenUsage, projection
 from budgetguard_core.testing import Call, Reply, Script, says
-from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
+from budgetguard_langgraph import bounded
 from conformance.budgetguard_langgraph_driver import ScriptedChat
-from langgraph_graphs import StrictChat, search, user
+from langgraph_graphs import StrictChat, bounded_agent, search, user
 
 TURNS = 40
 BUDGETS = {
@@ -48,10 +48,7 @@ async def test_each_message_is_estimated_once(monkeypatch, way, caps, usage, mod
         return Reply(tool_calls=(Call("search", str(n)),), **given)
 
     script, budget = Script(reply), BUDGETS[caps]
-    middleware = [BudgetMiddleware(budget)] if way == "middleware" else []
-    graph = create_agent(StrictChat(script=script), [search], middleware=middleware)
-    config = {"callbacks": [BudgetCallback(budget)]} if way == "callback" else {}
-    graph = bounded(graph, budget) if way == "bounded" else graph
+    graph, config = bounded_agent(way, budget, StrictChat(script=script))
     if mode == "sync":
         graph.invoke(user(), config)
     else:
@@ -106,15 +103,11 @@ def calls_until(turns, way=None):
         until.append(counted)
         return says("Done.") if n == turns else Reply(tool_calls=(Call("search", str(n)),))
 
-    budget = BUDGETS["capped"]
-    middleware = [BudgetMiddleware(budget)] if way == "middleware" else []
-    graph = create_agent(ScriptedChat(script=Script(reply)), [search], middleware=middleware)
-    callbacks = [BudgetCallback(budget)] if way == "callback" else []
-    graph = bounded(graph, budget) if way == "bounded" else graph
+    graph, config = bounded_agent(way, BUDGETS["capped"], ScriptedChat(script=Script(reply)))
     threading.setprofile(count)
     sys.setprofile(count)
     try:
-        graph.invoke(user(), {"recursion_limit": 10**6, "callbacks": callbacks})
+        graph.invoke(user(), {"recursion_limit": 10**6, **config})
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -26,12 +26,21 @@ from budgetguard_core.testing import Call, ProviderError, Reply, Script, calls, 
 from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded
 from budgetguard_langgraph.interrupts import is_budget_interrupt
 from conformance.budgetguard_langgraph_driver import ScriptedChat
-from langgraph_graphs import SHAPES, StrictChat, check_request, functional, search, thread, user
+from langgraph_graphs import (
+    SHAPES,
+    StrictChat,
+    check_request,
+    functional,
+    run,
+    search,
+    thread,
+    user,
+)
 
 FIRST = int(os.environ.get("BUDGETGUARD_FIRST_SEED", "0"))
 SEEDS = int(os.environ.get("BUDGETGUARD_SEEDS", "160"))
 BLOCKS = 8
-ENTRIES = ["invoke", "stream", "batch", "ainvoke", "astream", "abatch"]
+ENTRIES = ["sync", "stream", "batch", "async", "streamed", "abatch"]
 
 
 class Referee:
@@ -275,25 +284,6 @@ ASKING = ("agent that asks", "agent with approvals", "agent at breakpoints")
 # Their state is no conversation that a second input goes on with, or their own window cuts calls
 # from results.
 ONE_TURN = ("plan", "chain", "loop windowed")
-
-
-async def run(graph, given, config, entry):
-    if entry == "invoke":
-        return graph.invoke(given, config)
-    if entry == "batch":
-        return graph.batch([given], config)[0]
-    if entry == "ainvoke":
-        return await graph.ainvoke(given, config)
-    if entry == "abatch":
-        return (await graph.abatch([given], config))[0]
-    last = None
-    if entry == "stream":
-        for chunk in graph.stream(given, config):
-            last = chunk
-    else:
-        async for chunk in graph.astream(given, config):
-            last = chunk
-    return last
 
 
 def answer(rng, state):

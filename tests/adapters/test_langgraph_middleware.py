@@ -9,6 +9,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, SummarizationMiddleware
 from langchain_core.messages import AIMessage
+from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Command
@@ -287,6 +288,31 @@ def test_a_sub_agent_with_a_middleware_of_its_own_is_a_part_of_the_run_around():
     check_request(result["messages"])
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_graph_in_a_tool_that_was_stopped_in_several_tasks_leaves_no_call_open(mode):
+    """LangGraph makes an interrupt of its own of their stops."""
+    inner = graphs.map_reduce(Script([says("x")]), 3)
+
+    def delegate(value: str = "") -> str:
+        """Ask three at once."""
+        return str(inner.invoke({"messages": [], "done": []})["done"])
+
+    async def adelegate(value: str = "") -> str:
+        return str((await inner.ainvoke({"messages": [], "done": []}))["done"])
+
+    agent = create_agent(
+        StrictChat(script=Script([calls(Call("delegate", "a"))])),
+        [StructuredTool.from_function(delegate, coroutine=adelegate)],
+        middleware=[BudgetMiddleware(Budget(max_model_calls=1))],
+        checkpointer=InMemorySaver(),
+    )
+    given, config = user(), thread()
+    result = await agent.ainvoke(given, config) if mode == "async" else agent.invoke(given, config)
+    assert outcome(result).stop_reason == "max_model_calls"
+    check_request(agent.get_state(config).values["messages"])
+
+
 def test_the_middleware_is_found_without_importing_the_agent_first():
     assert importlib.import_module("budgetguard_langgraph").BudgetMiddleware is BudgetMiddleware
 
@@ -332,7 +358,7 @@ async def test_a_thread_that_the_middleware_ended_is_resumed(order, cap, mode):
         result = await aresume(graph, config, Budget())
     assert outcome(result).status == "completed"
     assert result.get("stop_reason") is None
-    assert graph.get_state(config).values["stop_reason"] is None
+    assert graph.get_state(config).values.get("stop_reason") is None
     assert script.calls == 4
     assert graphs.BODIES == ["0", "1", "2"]
     assert [one.type for one in result["messages"]] == ["human", *["ai", "tool"] * 3, "ai"]

@@ -16,8 +16,8 @@ from budgetguard_core import Budget, ConfigurationError, MemoryStore, RunFencedE
 from budgetguard_core.kit import Envelope
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.testing import Call, ProviderError, Reply, Script, calls, says
-from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, bounded, outcome, resume
-from langgraph_graphs import StrictChat, search, sticky, thread, user
+from budgetguard_langgraph import BudgetCallback, bounded, outcome, resume
+from langgraph_graphs import StrictChat, bounded_agent, search, sticky, thread, user
 from ledger_servers import PATIENT, ZONE
 
 # Tenants
@@ -48,11 +48,7 @@ def tenants(ledger):
 
 def attached(way, script, envelope):
     """A graph and the configuration that it is called with, for one way in."""
-    middleware = [BudgetMiddleware(envelope)] if way == "middleware" else []
-    graph = create_agent(StrictChat(script=script), [search], middleware=middleware)
-    if way == "bounded":
-        return bounded(graph, envelope), {}
-    return graph, {"callbacks": [BudgetCallback(envelope)]} if way == "callback" else {}
+    return bounded_agent(way, envelope, StrictChat(script=script))
 
 
 @pytest.mark.sample(5)

@@ -16,6 +16,7 @@ from langchain.agents import create_agent
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import create_react_agent
 
 import langgraph_graphs as graphs
 from budgetguard_core import Budget
@@ -28,7 +29,7 @@ from budgetguard_langgraph import (
     outcome,
     resume,
 )
-from langgraph_graphs import StrictChat, check_request, search, thread
+from langgraph_graphs import AWAITED, ENTRIES, WAYS, StrictChat, check_request, run, search, thread
 
 FIRST = int(os.environ.get("BUDGETGUARD_FIRST_SEED", "0"))
 SEEDS = int(os.environ.get("BUDGETGUARD_SEEDS", "160"))
@@ -39,6 +40,7 @@ TURNS, WIDTH = 4, 2
 KINDS = (
     *(f"loop {shape}" for shape in graphs.SHAPES),
     "agent",
+    "react agent",
     "agent in a graph",
     "agent with its own history",
 )
@@ -49,10 +51,7 @@ TRIPS = {
     "first": (Budget(max_total_tokens=1), "max_total_tokens", 0, 0),
     "never": (Budget(max_iterations=9), "completed", 5, 8),
 }
-WAYS = ("bounded", "callback", "middleware")
-ENTRIES = ("invoke", "ainvoke", "batch", "abatch", "stream", "astream", "events", "piped")
 NEXT = ("turn", "resume")
-AWAITED = ("ainvoke", "abatch", "astream", "events")
 
 
 def possible(case):
@@ -86,6 +85,9 @@ def script():
 def built(kind, made, saver, middleware):
     if kind.startswith("loop "):
         return graphs.loop(kind.removeprefix("loop "), made, checkpointer=saver)
+    if kind == "react agent":
+        react = create_react_agent(StrictChat(script=made), [search], checkpointer=saver)
+        return react, graphs.user
     if kind == "agent":
         agent = create_agent(
             StrictChat(script=made), [search], checkpointer=saver, middleware=middleware
@@ -97,34 +99,6 @@ def built(kind, made, saver, middleware):
     graph.add_node("one", inner)
     graph.add_edge(START, "one")
     return graph.compile(checkpointer=saver), graphs.user
-
-
-async def run(graph, given, config, entry):
-    """Run a graph in one of its ways and return its last values."""
-    if entry == "invoke":
-        return graph.invoke(given, config)
-    if entry == "ainvoke":
-        return await graph.ainvoke(given, config)
-    if entry == "batch":
-        return graph.batch([given], config)[0]
-    if entry == "abatch":
-        return (await graph.abatch([given], config))[0]
-    if entry == "piped":
-        return (graph | (lambda result: result)).invoke(given, config)
-    modes = ["updates", "messages", "values"]
-    if entry == "stream":
-        found = [
-            part
-            for space, mode, part in graph.stream(given, config, stream_mode=modes, subgraphs=True)
-            if mode == "values" and not space
-        ]
-        return found[-1]
-    if entry == "astream":
-        stream = graph.astream(given, config, stream_mode=modes)
-        return [part async for mode, part in stream if mode == "values"][-1]
-    events = graph.astream_events(given, config, version="v2", stream_mode="values")
-    root = [event["data"] async for event in events if not event["parent_ids"]]
-    return [data["chunk"] for data in root if "chunk" in data][-1]
 
 
 def conversation(values):

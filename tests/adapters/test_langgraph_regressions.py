@@ -41,11 +41,10 @@ from budgetguard_langgraph import (
 )
 from budgetguard_langgraph.interrupts import TYPE
 from conformance.budgetguard_langgraph_driver import ScriptedChat
-from langgraph_graphs import asks, check_request, search, sticky, thread, user
+from langgraph_graphs import MODES, asks, check_request, run, search, sticky, thread, user
 from provider_server import ProviderServer
 
 WAYS = ["bounded", "callback", "activate"]
-MODES = ["sync", "async", "streamed"]
 each_way = pytest.mark.parametrize("way", WAYS)
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -62,14 +61,6 @@ def attached(graph, way, guard):
             if way == "bounded"
             else (graph, {"callbacks": [BudgetCallback(guard)]})
         )
-
-
-async def run(graph, given, config, mode):
-    if mode == "sync":
-        return graph.invoke(given, config)
-    if mode == "async":
-        return await graph.ainvoke(given, config)
-    return [value async for value in graph.astream(given, config, stream_mode="values")][-1]
 
 
 # 1. A tripped run starts no further step, whatever its nodes call.

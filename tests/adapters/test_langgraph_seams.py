@@ -24,7 +24,6 @@ NAMES = [
     (CONSTANTS, "CONFIG_KEY_CALL"),
     (CONSTANTS, "PUSH"),
     (CONSTANTS, "INTERRUPT"),
-    ("langgraph._internal._config", "DEFAULT_RECURSION_LIMIT"),
     ("langgraph.prebuilt.tool_node", "_default_handle_tool_errors"),
     ("langgraph.prebuilt.tool_node", "ToolInvocationError"),
     ("langgraph.prebuilt", "ToolNode._run_one"),

@@ -16,6 +16,7 @@ from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_langgraph import BudgetCallback, bounded, outcome, resume
 from langgraph_graphs import (
+    MODES,
     SHAPES,
     StrictChat,
     asks,
@@ -23,6 +24,7 @@ from langgraph_graphs import (
     functional,
     loop,
     plan_and_execute,
+    run,
     sticky,
     thread,
 )
@@ -59,77 +61,6 @@ def contents(messages):
 
 def keys(result):
     return set(result) if isinstance(result, dict) else None
-
-
-async def run(graph, given, config, mode):
-    if mode == "sync":
-        return graph.invoke(given, config)
-    if mode == "async":
-        return await graph.ainvoke(given, config)
-    if mode == "batch":
-        return graph.batch([given], config)[0]
-    if mode == "abatch":
-        return (await graph.abatch([given], config))[0]
-    if mode == "stream":
-        return list(graph.stream(given, config, stream_mode="values"))[-1]
-    last = None
-    async for chunk in graph.astream(given, config, stream_mode="values"):
-        last = chunk
-    return last
-
-
-MODES = ["sync", "async", "streamed"]
-ENTRIES = [*MODES, "stream", "batch", "abatch"]
-TRIPS = {
-    "tool": ("max_tool_calls", Budget(max_tool_calls=3)),
-    "model": ("max_iterations", Budget(max_iterations=2)),
-}
-
-
-@pytest.mark.sample(7)
-@pytest.mark.anyio
-@pytest.mark.parametrize("mode", ENTRIES)
-@pytest.mark.parametrize("trip", TRIPS)
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["bare", "checkpointed"])
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_a_stopped_run_ends_closed_in_any_state(shape, checkpointed, trip, mode):
-    reason, budget = TRIPS[trip]
-    saver = InMemorySaver() if checkpointed else None
-    graph, given = loop(shape, asks(2), checkpointer=saver)
-    free = await run(graph, given("Go."), thread(), mode)
-    graph, given = loop(shape, sticky("search", "search"), checkpointer=saver)
-    config = thread()
-    guarded = bounded(graph, budget, **options(shape))
-    result = await run(guarded, given("Go."), config, mode)
-    assert type(result) is type(free)
-    if keys(result) is not None:
-        # `answer` of the hidden shape is not there yet: its node was not reached.
-        assert keys(result) - {"stop_reason"} <= keys(free)
-        assert result["stop_reason"] == reason
-    shown = messages_in(result)
-    if shown is not None:
-        check_request(shown)
-        assert shown[-1].response_metadata["stop_reason"] == reason
-        assert [m.type for m in shown].count("human") == 1
-        assert [m.type for m in shown].count("tool") == 4
-    if not checkpointed:
-        return
-    assert graph.get_state(config).next == ()
-    kept = in_thread(graph, config)
-    check_request(kept)
-    assert kept[-1].response_metadata["stop_reason"] == reason
-    if shown is not None:
-        assert contents(kept) == contents(shown)
-    # The next turn, on the graph as it is, by a provider that checks strictly.
-    again, _ = loop(shape, Script([says("Better.")]), checkpointer=saver)
-    turn = given("And now?")
-    if shape == "last_value":
-        # Without a reducer the caller hands the whole conversation over.
-        turn = {"messages": [*kept, *turn["messages"]]}
-    await run(again, turn, config, "async")
-    after = in_thread(graph, config)
-    assert contents(after)[: len(kept)] == contents(kept)
-    assert after[-1].content == "Better."
 
 
 @pytest.mark.anyio
@@ -229,24 +160,6 @@ def test_a_thread_that_the_graph_itself_names_is_resumed(config):
     assert graphs.BODIES == ["0", "1", "2"]
     assert result["messages"][-1].content == "Done."
     assert result["messages"] == guarded.get_state(place).values["messages"]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_stopped_thread_of_any_shape_is_resumed(shape):
-    saver = InMemorySaver()
-    graph, given = loop(shape, asks(3), checkpointer=saver)
-    config = thread()
-    guarded = bounded(graph, Budget(max_iterations=2), **options(shape))
-    guarded.invoke(given("Go."), config)
-    assert graphs.BODIES == ["0", "1"]
-    result = resume(guarded, config, Budget(max_iterations=9))
-    assert graphs.BODIES == ["0", "1", "2"]
-    kept = in_thread(graph, config)
-    check_request(kept)
-    assert kept[-1].content == "Done."
-    assert not any(m.response_metadata.get("synthetic") for m in kept)
-    if shape == "hidden":
-        assert result["answer"] == "Done."
 
 
 @pytest.mark.parametrize("output_keys", ["messages", ["turns"], ["messages", "turns"]])

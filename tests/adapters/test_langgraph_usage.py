@@ -14,7 +14,7 @@ from budgetguard_core import Budget, Guard
 from budgetguard_core.kit import TokenUsage, project, reported_cost, token_usage
 from budgetguard_core.testing import ProviderError, Reply, Script, says
 from budgetguard_langgraph import BudgetCallback
-from budgetguard_langgraph._usage import answer_of, model_of, request_of
+from budgetguard_langgraph._models import answer_of, model_of, request_of
 from conformance.budgetguard_langgraph_driver import ScriptedChat
 
 

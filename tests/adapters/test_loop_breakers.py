@@ -8,11 +8,7 @@ import threading
 import pytest
 
 from budgetguard_core import Budget, Guard, StopReason
-from budgetguard_core.breakers import (
-    BulkheadConfig,
-    ProgressReports,
-    RateLimit,
-)
+from budgetguard_core.breakers import BulkheadConfig, ProgressReports, RateLimit
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.events import ProgressReported
 from budgetguard_core.kit import PROGRESS_TOOL, ToolCall

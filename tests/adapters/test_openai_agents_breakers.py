@@ -11,12 +11,7 @@ from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunH
 from openai import AsyncOpenAI
 
 from budgetguard_core import Budget, Guard, StopReason
-from budgetguard_core.breakers import (
-    BulkheadConfig,
-    ProgressReports,
-    RateLimit,
-    VelocityLimits,
-)
+from budgetguard_core.breakers import BulkheadConfig, ProgressReports, RateLimit, VelocityLimits
 from budgetguard_core.kit import PROGRESS_TOOL, Admit, SystemClock, ToolCall
 from budgetguard_core.testing import ManualClock
 from budgetguard_openai_agents import BudgetHooks, outcome

@@ -13,7 +13,8 @@ import pytest
 
 import layout
 from budgetguard_core import Budget, PriceBook
-from budgetguard_core.breakers import ToolMix, ToolMixBaseline, VelocityLimits, VelocityMeter
+from budgetguard_core.breakers import ToolMix, ToolMixBaseline, VelocityLimits
+from budgetguard_core.breakers.velocity import VelocityMeter
 from budgetguard_core.events import (
     CallDelayed,
     CircuitBreakerChanged,

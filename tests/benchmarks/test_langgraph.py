@@ -25,7 +25,7 @@ BUDGET = Budget(
 )
 FREE = {"recursion_limit": 10**6}
 GOALS = {"callback": 1.08, "bounded": 1.08, "middleware": 1.15}
-MOST_CALLS = {"callback": 1_040, "bounded": 1_170, "middleware": 1_800}
+MOST_CALLS = {"callback": 860, "bounded": 950, "middleware": 1_630}
 
 
 class DoesNothing(BaseCallbackHandler):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from budgetguard_core import Guard
-from budgetguard_core.kit import CancellationToken
+from budgetguard_core.cancellation import CancellationToken
 from budgetguard_core.testing import ManualClock
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
@@ -184,16 +183,6 @@ def test_a_file_that_is_removed_is_made_anew(tmp_path, guard, removed):
     store.close()
 
 
-def test_a_file_that_is_lost_on_the_way_is_reported(tmp_path, guard):
-    path = tmp_path / "c.sqlite3"
-    store = SqliteStore(path)
-    store.close()
-    path.write_bytes(b"not a database any more" * 100)
-    with pytest.raises(CheckpointError, match="cannot be used"):
-        store.save(guard.snapshot())
-    store.close()
-
-
 # --- the file -------------------------------------------------------------------------------
 
 
@@ -270,49 +259,6 @@ def test_several_processes_write_to_one_file(tmp_path):
         assert store.load(f"p{number}").messages == (f"p{number}", 24)
     assert store.load("shared").messages[1] == 24
     store.close()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_opens_its_own_connection(tmp_path, guard):
-    store = SqliteStore(tmp_path / "c.sqlite3")
-    store.save(guard.snapshot())
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - runs in the child
-        done = store.load("r") is not None
-        store.save(guard.snapshot().model_copy(update={"run_id": "child"}))
-        store.close()
-        os._exit(0 if done else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert store.load("child") is not None
-    store.close()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_what_a_child_saves_after_its_parent_has_closed_is_not_lost(tmp_path, guard):
-    path = tmp_path / "c.sqlite3"
-    store = SqliteStore(path)
-    store.save(guard.snapshot())
-    child_has_opened, parent_has_closed = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:  # pragma: no cover - runs in the child
-        code = 1
-        try:
-            store.save(guard.snapshot().model_copy(update={"run_id": "before"}))
-            os.write(child_has_opened[1], b".")
-            os.read(parent_has_closed[0], 1)
-            store.save(guard.snapshot().model_copy(update={"run_id": "after"}))
-            store.close()
-            code = 0
-        finally:
-            os._exit(code)
-    os.read(child_has_opened[0], 1)
-    store.close()
-    os.write(parent_has_closed[1], b".")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    found = SqliteStore(path)
-    assert found.load("before") is not None
-    assert found.load("after") is not None
-    found.close()
 
 
 def test_a_killed_run_goes_on_and_no_counter_is_lower_than_what_was_started(tmp_path):
@@ -422,14 +368,6 @@ def test_a_loop_is_remembered(clock):
         ).take_nudge()
         is None
     )
-
-
-def test_a_run_that_looks_for_no_loops_goes_on_without(clock):
-    guard = Guard(Budget(loop_detection=None), clock=clock)
-    guard.settle_tool_call(guard.admit_tool_call(ToolCall(name="a")), "x")
-    again = Guard.restore(guard.snapshot(), clock=clock)
-    assert again.snapshot() == guard.snapshot()
-    assert again.snapshot().detector is None
 
 
 def test_under_a_fresh_budget_the_caps_count_from_zero(guard, clock):

@@ -258,63 +258,6 @@ def test_10_000_tasks_get_exactly_the_cap():
     assert guard.open_calls() == child.open_calls() == ()
 
 
-def test_10_000_tasks_on_a_cap_of_tokens():
-    guard = Guard(Budget(max_total_tokens=50_000))
-    admitted = []
-
-    async def task(number):
-        decision = guard.admit_model_call(
-            ModelCall(input_tokens=8, max_output_tokens=2, output_is_fixed=True)
-        )
-        if isinstance(decision, Admit):
-            admitted.append(number)
-            await asyncio.sleep(0)
-            if number % 5:
-                guard.settle_model_call(decision, TokenUsage(10, 0))
-
-    async def main():
-        await asyncio.gather(*(task(number) for number in range(10_000)))
-
-    asyncio.run(main())
-    assert len(admitted) == 5000
-    assert guard.usage.total_tokens + guard.usage.reserved_tokens == 50_000
-
-
-def test_two_guards_do_not_mix():
-    guards = [Guard(Budget(max_iterations=50)) for _ in range(2)]
-    in_threads(lambda number: [guards[number % 2].admit_model_call() for _ in range(2)])
-    assert [guard.usage.iterations for guard in guards] == [50, 50]
-
-
-def test_a_signal_handler_may_abort_in_the_middle_of_an_admission():
-    class Interrupting(ManualClock):
-        """Calls what a signal handler would, in the thread that is inside the guard."""
-
-        def monotonic_ns(self):
-            handlers, self.handlers = self.handlers, []
-            for handler in handlers:
-                handler()
-            return super().monotonic_ns()
-
-    clock = Interrupting()
-    clock.handlers = []
-    events = []
-    guard = Guard(Budget(max_iterations=10), clock=clock, sinks=[events.append])
-    child = guard.child(Budget(max_iterations=5))
-    clock.handlers = [guard.abort]
-    answers = []
-    worker = threading.Thread(
-        target=lambda: answers.extend(child.admit_model_call() for _ in range(2)), daemon=True
-    )
-    worker.start()
-    worker.join(10)
-    assert not worker.is_alive()
-    assert isinstance(answers[-1], Stop)
-    assert guard.cancellation.cancelled
-    assert child.cancellation.cancelled
-    assert [event.seq for event in events] == list(range(1, len(events) + 1))
-
-
 class Interrupt(BaseException):
     """What a signal handler raises."""
 

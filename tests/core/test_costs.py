@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from budgetguard_core import Budget, Guard, PriceBook, read_events
-from budgetguard_core.kit import CancellationToken, ModelCall, TokenUsage, ToolCall
+from budgetguard_core.cancellation import CancellationToken
+from budgetguard_core.kit import ModelCall, TokenUsage, ToolCall
 from budgetguard_core.records import line_of
 
 

@@ -199,15 +199,6 @@ def test_the_record_is_on_the_disk_before_the_result_is_returned(tmp_path, monke
     )
 
 
-def test_observe_ends_as_completed_and_says_what_would_have_been():
-    guard = Guard(Budget(max_iterations=1), mode="observe", clock=ManualClock())
-    for _ in range(3):
-        guard.settle_model_call(guard.admit_model_call(), TokenUsage(1, 1))
-    outcome = end_run(guard, trip=guard.trip, final="done")
-    assert outcome.status == "completed"
-    assert [violation.reason for violation in outcome.observed] == ["max_iterations"]
-
-
 def test_the_marker_of_the_last_message():
     guard, trip = stopped()
     assert synthetic_metadata(guard, trip) == {

@@ -113,15 +113,6 @@ def test_events_are_numbered_without_gaps_from_1_and_frozen():
         events[0].seq = 5
 
 
-def test_observe_leaves_its_event():
-    events = []
-    guard = Guard(Budget(max_iterations=1), mode="observe", sinks=[events.append])
-    guard.admit_model_call()
-    guard.admit_model_call()
-    assert "trip_observed" in [event.event for event in events]
-    assert list(read_events(event.model_dump_json() for event in events)) == events
-
-
 def test_a_trip_is_recorded_once_for_each_guard_that_it_ends():
     events = []
     guard = Guard(Budget(max_iterations=1), run_id="r", sinks=[events.append])
@@ -261,10 +252,6 @@ def message(lines):
     return str(caught.value)
 
 
-def test_blank_lines_are_nothing(lines):
-    assert len(list(read_events(["\n", *lines, "  \n", ""]))) == len(lines)
-
-
 @pytest.mark.parametrize("cut", [1, 20, -2])
 def test_half_a_line_at_the_end_is_left_out(lines, cut):
     assert len(list(read_events([*lines[:3], lines[3][:cut]]))) == 3
@@ -311,20 +298,13 @@ def test_a_newer_format_is_named(lines):
     assert message([newer]) == "line 1: format 2 is newer than 1. Upgrade BudgetGuard."
 
 
-def test_a_field_of_a_newer_version_is_named_with_the_way_out(lines):
-    newer = json.dumps(json.loads(lines[0]) | {"new_field": SECRET}) + "\n"
-    assert message([newer]) == (
-        "line 1: not an event (run_started.new_field: not known to this version). "
-        "Upgrade BudgetGuard."
-    )
-
-
-def test_so_is_one_inside_of_a_call(lines):
-    admitted = json.loads(next(one for one in lines if '"model_call_admitted"' in one))
-    admitted["call"]["new_field"] = SECRET
-    assert message([json.dumps(admitted) + "\n"]) == (
-        "line 1: not an event (model_call_admitted.call.new_field: not known to this version). "
-        "Upgrade BudgetGuard."
+@pytest.mark.parametrize("place", [[], ["call"]])
+def test_a_field_of_a_newer_version_is_named_with_the_way_out(lines, place):
+    event = json.loads(next(one for one in lines if '"model_call_admitted"' in one))
+    (event["call"] if place else event)["new_field"] = SECRET
+    field = ".".join(["model_call_admitted", *place, "new_field"])
+    assert message([json.dumps(event) + "\n"]) == (
+        f"line 1: not an event ({field}: not known to this version). Upgrade BudgetGuard."
     )
 
 
@@ -335,15 +315,6 @@ def test_an_event_keeps_the_call_as_it_was_asked():
     guard.admit_model_call(call)
     call.model = "changed by its owner"
     assert events[-1].call == ModelCall(model="m", input_tokens=5)
-
-
-def test_a_nested_call_refuses_what_it_does_not_know(lines):
-    (line,) = [line for line in lines if '"model_call_refused"' in line]
-    data = json.loads(line)
-    data["call"]["nonsense"] = 1
-    assert message([json.dumps(data)]).startswith(
-        "line 1: not an event (model_call_refused.call.nonsense: "
-    )
 
 
 def test_nesting_without_end_is_a_damaged_line():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from budgetguard_core import Budget, Guard, StopReason, replay
-from budgetguard_core.kit import Admit, ModelCall, Stop
+from budgetguard_core.kit import ModelCall, Stop
 from budgetguard_core.testing import ManualClock
 
 
@@ -14,13 +14,6 @@ def test_a_fixed_bound_that_does_not_fit_is_refused():
     )
     assert isinstance(decision, Stop)
     assert decision.trip.reason is StopReason.MAX_TOTAL_TOKENS
-
-
-def test_a_bound_that_can_be_lowered_is_lowered():
-    guard = Guard(Budget(max_total_tokens=100))
-    decision = guard.admit_model_call(ModelCall(input_tokens=60, max_output_tokens=50))
-    assert isinstance(decision, Admit)
-    assert decision.max_output_tokens == 40
 
 
 def test_a_fixed_bound_that_fits_is_reserved_and_replayed():

@@ -80,14 +80,6 @@ def test_a_batch_that_reaches_the_share_exactly_is_warned_of(batches):
     assert guard.warnings == ("max_tool_calls",)
 
 
-def test_hosted_calls_may_reach_their_cap_and_not_pass_it():
-    guard = Guard(Budget(max_tool_calls=2))
-    guard.admit_tool_calls([ToolCall(name="search", kind="hosted")] * 2)
-    spend(guard)
-    guard.admit_tool_calls([ToolCall(name="search", kind="hosted")])
-    assert isinstance(guard.admit_model_call(), Stop)
-
-
 # Counting
 
 

@@ -275,7 +275,7 @@ def test_more_tokens_never_cost_less(price, usage, bucket):
 
 
 def test_a_price_is_frozen_hashable_and_picklable():
-    with pytest.raises(AttributeError):
+    with pytest.raises(ValueError, match="frozen"):
         FULL.input = Decimal(0)
     assert pickle.loads(pickle.dumps(TIERED)) == TIERED
     assert len({TIERED, FULL, TIERED}) == 2
@@ -312,11 +312,10 @@ def test_nine_decimals_per_million_tokens_are_the_finest_rate():
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        ([(0, FULL)], "^a threshold in tiers must be a whole number of tokens >= 1, got 0"),
-        ([(True, FULL)], "whole number of tokens >= 1, got True"),
-        ([(200_000.0, FULL)], "whole number of tokens >= 1, got 200000.0"),
-        ([(2, FULL), (2, FULL)], "must rise, got 2 after 2"),
-        ([(1, TIERED)], "without tiers of its own"),
+        ([(0, FULL)], "must be a whole number >= 1, got 0"),
+        ([(200_000.0, FULL)], "must be a whole number >= 1, got 200000.0"),
+        ([(2, FULL), (2, FULL)], "must have thresholds that rise, got 2 after 2"),
+        ([(1, TIERED)], "without tiers of their own"),
         ([(1, 5)], "must be a Price"),
     ],
 )

@@ -81,16 +81,6 @@ def same(left, right):
     return left.snapshot() == right.snapshot() and left.usage == right.usage
 
 
-def test_the_replay_is_the_run(run):
-    assert same(run.replayed(), run.guard)
-    run.step()
-    run.step()
-    run.step()
-    run.guard.user_turn()
-    assert run.guard.trip is not None
-    assert same(run.replayed(), run.guard)
-
-
 def test_the_run_can_go_on_from_its_replay(run):
     again = run.replayed()
     run.clock.advance(2)
@@ -110,18 +100,6 @@ def test_time_before_the_first_call_and_after_the_last_event(run):
     early.step()
     assert early.replayed().usage.seconds == 5
     assert replay(early.events).usage.seconds < 10
-
-
-@pytest.mark.parametrize("same_arguments", [True, False])
-def test_errors_that_repeat_are_judged_as_in_the_run(same_arguments):
-    run = Run()
-    for number in range(3):
-        call = ToolCall(name="read", arguments=0 if same_arguments else number)
-        ticket = run.guard.admit_tool_call(call)
-        run.guard.settle_tool_call(ticket, error=OSError(f"no row {number}"))
-        assert same(run.replayed(), run.guard)
-    again = run.replayed()
-    assert again.take_nudge() == run.guard.take_nudge() is not None
 
 
 def test_repetition_is_found_across_the_replay():
@@ -183,15 +161,6 @@ def test_a_part_of_two_runs_spends_both():
     attempt.admit_tool_call(ToolCall(name="b"))
     assert run.guard.usage.tool_calls == 2
     assert run.replayed().usage.tool_calls == 2
-
-
-def test_a_watchdog_in_a_child_that_found_its_parents_trip():
-    run = Run(Budget(max_seconds=5))
-    child = run.guard.child(run_id="c")
-    child.admit_model_call(ModelCall(model="m"))
-    run.clock.advance(10)
-    assert child.check().run_id == "r"
-    assert same(run.replayed(), run.guard)
 
 
 def test_a_watchdog_in_a_part_that_does_nothing_by_itself():

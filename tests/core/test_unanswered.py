@@ -34,16 +34,6 @@ def test_calls_past_a_quota_are_nudged_then_stopped_whatever_the_arguments(varie
     assert stop.trip.reason is StopReason.NO_PROGRESS
 
 
-def test_failing_repeats_are_stale_too():
-    detector = LoopDetector(LoopDetection())
-    for _ in range(4):
-        detector.nudge()
-        assert not detector.tripped
-        detector.observe("read", "a", "missing", error="missing")
-    assert detector.tripped
-    assert detector.violation().detail.startswith("3 calls in a row brought a result already seen")
-
-
 def test_a_row_of_errors_grows_once_a_reply_however_many_calls_it_makes():
     detector = LoopDetector(LoopDetection())
     for reply in range(2):

@@ -355,7 +355,7 @@ def test_a_damaged_file_shows(sqlite, opened):
     ledger.reserve("acme", usd=1).settle(1)
     assert ledger.check() == []
     with contextlib.closing(sqlite3.connect(sqlite.path)) as db:
-        db.execute("UPDATE bg_windows SET charged = '0 0 0 0' WHERE label LIKE 'd%'")
+        db.execute("UPDATE bg_windows SET charged1 = 0 WHERE label LIKE 'd%'")
         db.execute("DELETE FROM bg_windows WHERE label LIKE 'm%'")
         db.commit()
     wrong = ledger.check()

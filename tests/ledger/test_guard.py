@@ -154,13 +154,6 @@ def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place
         assert isinstance(spend(Guard(ledger=ledger, tenant="gamma")), Admit)
 
 
-def test_two_runs_of_a_tenant_share_its_ceiling(sqlite, opened):
-    ledger = opened(sqlite, daily_usd=1)
-    guards = [Guard(ledger=ledger, tenant="acme") for _ in range(2)]
-    made = sum(isinstance(spend(guards[turn % 2]), Admit) for turn in range(14))
-    assert made == 10
-
-
 def test_threads_of_many_runs_never_pass_it(sqlite, opened):
     ledger = opened(sqlite, daily_usd=5)
     made = []

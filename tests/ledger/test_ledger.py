@@ -10,7 +10,6 @@ import pytest
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.ledger import (
-    Key,
     Ledger,
     LedgerChanged,
     LedgerError,
@@ -199,14 +198,6 @@ def test_a_kill_switch_has_one_target(sqlite, opened, target):
         ledger.kill(**target)
 
 
-def test_a_report_that_the_store_has_lost_is_taken(place, opened, store):
-    ledger = opened(place)
-    windows = ledger._account("acme").windows(ledger.now())
-    answer = store.step(Step("settle", "lost", windows, Amount(7, 3)))
-    assert answer.status == "ok"
-    assert ledger.usage("acme").daily.spent_tokens == 3
-
-
 def test_a_reservation_is_settled_in_the_windows_that_it_was_made_in(place, opened):
     ledger = opened(place)
     reservation = ledger.reserve("acme", usd=1)
@@ -234,28 +225,6 @@ def test_sixteen_keys_are_one_step(place, opened):
     assert all(ledger.usage(key).daily.reserved_usd == 0 for key in keys)
 
 
-def test_what_another_process_sets_is_seen_by_the_next_step(place, opened):
-    ledger, operator = opened(place, daily_usd=10), opened(place)
-    for number in range(4):
-        for tenant in ("acme", "beta"):
-            ledger.reserve(tenant, f"run {number}", usd=1).settle(0.1)
-    operator.kill(run="run 1")
-    with pytest.raises(LedgerRefused, match="was killed"):
-        ledger.reserve("acme", "run 1", usd=1)
-    ledger.reserve("acme", "run 2", usd=1).settle(0.1)
-    operator.revive(run="run 1")
-    ledger.reserve("acme", "run 1", usd=1).settle(0.1)
-    operator.set_ceilings("acme", daily_usd=1)
-    with pytest.raises(LedgerRefused, match=r"of .1 of the day"):
-        ledger.reserve("acme", usd=1)
-    operator.set_ceilings(None, daily_usd=0.5)
-    with pytest.raises(LedgerRefused, match=r"of .0.5 of the day"):
-        ledger.reserve("beta", usd=1)
-    operator.clear_ceilings("acme")
-    operator.clear_ceilings(None)
-    ledger.reserve("acme", usd=1).settle(0.1)
-
-
 def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
     ledger = opened(place, daily_usd=1, monthly_tokens=100)
     told = []
@@ -273,27 +242,17 @@ def test_a_warning_is_given_to_one_taker_once_per_window(place, opened, caplog):
     ]
 
 
-def test_a_window_that_a_call_brought_beyond_80_percent_warns_with_the_next(place, opened):
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_window_that_a_call_or_a_report_brought_to_80_percent_warns_with_the_next(
+    place, opened, is_reported
+):
     ledger, told = opened(place, daily_usd=10), []
     run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
-    other = ledger.attach("other", ("acme", "u"), on_kill=told.append, on_warning=told.append)
     beta = ledger.attach("of another", "beta", on_kill=told.append, on_warning=told.append)
-    run.settle(run.obtain(Amount(10**9)), Amount(8 * 10**9))
-    other.close()
-    assert told == []
-    for _ in range(2):
-        run.obtain(Amount(10**8))
-    assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
-        ("tenant_daily", 10, Decimal("8.1"))
-    ]
-    beta.close()
-
-
-def test_a_window_that_reports_alone_brought_to_80_percent_warns_with_the_next(place, opened):
-    """What nothing was reserved for, such as the calls of a run that only observes."""
-    ledger, told = opened(place, daily_usd=10), []
-    run = ledger.attach("r", "acme", on_kill=told.append, on_warning=told.append)
-    run.report(Amount(8 * 10**9))
+    if is_reported:  # nothing was reserved: the run only observes
+        run.report(Amount(8 * 10**9))
+    else:
+        run.settle(run.obtain(Amount(10**9)), Amount(8 * 10**9))
     ledger.beat()
     assert told == []  # a settlement asks for nothing that could be held back
     for _ in range(2):
@@ -301,6 +260,7 @@ def test_a_window_that_reports_alone_brought_to_80_percent_warns_with_the_next(p
     assert [(warned.reason, warned.limit, warned.used) for warned in told] == [
         ("tenant_daily", 10, Decimal("8.1"))
     ]
+    beta.close()
 
 
 def test_a_store_that_was_wiped_is_not_taken_for_an_empty_one(place, opened):
@@ -352,17 +312,6 @@ def test_the_stores_clock_decides(sqlite, opened):
     store.step = racing
     with pytest.raises(LedgerRefused, match="clock must stand still"):
         ledger.reserve("acme", usd=1)
-
-
-def test_a_call_that_crosses_midnight_is_charged_to_the_day_it_was_made_in(sqlite, opened):
-    clock = ManualClock()
-    ledger = opened(sqlite, daily_usd=1, clock=clock)
-    clock.advance(86400 - 1)
-    reservation = ledger.reserve(Key("acme", "Europe/Berlin"), usd=0.5)
-    clock.advance(3600)
-    reservation.settle(0.4)
-    days = {row.window: row.spent_usd for row in ledger.windows() if row.window[0] == "d"}
-    assert days == {"d:1970-01-02": Decimal("0.4")}  # Berlin is an hour ahead
 
 
 def test_a_clock_that_jumps_back_frees_nothing(sqlite, opened):

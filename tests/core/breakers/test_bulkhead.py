@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core.breakers import Bulkhead, BulkheadConfig
+from budgetguard_core.breakers import BulkheadConfig
+from budgetguard_core.breakers.bulkhead import Bulkhead
 
 SECOND = 1_000_000_000
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -30,7 +31,7 @@ def test_it_admits_what_two_lists_do(places, waiting, traffic):
         if what == "come":
             place = bulkhead.acquire(step)
             if place is not None:
-                place.on_granted(partial(woken.append, len(everybody)))
+                place.wake = partial(woken.append, len(everybody))
             if len(inside) < places:
                 inside.append(place)
                 assert place.granted
@@ -54,7 +55,7 @@ def test_it_admits_what_two_lists_do(places, waiting, traffic):
                     inside.append(outside.pop(0))
                     assert woken.pop() == everybody.index(inside[-1])
         assert woken == []
-        assert (bulkhead.running, bulkhead.waiting) == (len(inside), len(outside))
+        assert bulkhead.load == (len(inside), len(outside))
         assert all(place.granted for place in inside)
         assert not any(place.granted for place in outside)
 
@@ -72,7 +73,7 @@ def test_never_more_at_once_than_there_are_places_and_all_get_one():
         for _ in range(20):
             place = bulkhead.acquire(0)
             assert place is not None
-            place.on_granted(ready.set)
+            place.wake = ready.set
             assert place.granted or ready.wait(10)
             ready.clear()
             with lock:
@@ -85,7 +86,7 @@ def test_never_more_at_once_than_there_are_places_and_all_get_one():
     with ThreadPoolExecutor(24) as pool:
         list(pool.map(call, range(24)))
     assert most <= 3
-    assert (bulkhead.running, bulkhead.waiting) == (0, 0)
+    assert bulkhead.load == (0, 0)
 
 
 def test_who_waits_without_a_wake_sees_the_place_granted():

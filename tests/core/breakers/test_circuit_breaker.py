@@ -11,11 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from budgetguard_core.breakers import (
-    CircuitBreaker,
-    CircuitBreakerConfig,
-    CircuitBreakerState,
-)
+from budgetguard_core.breakers import CircuitBreakerConfig
+from budgetguard_core.breakers.circuit_breaker import CircuitBreaker, CircuitBreakerState
 from budgetguard_core.errors import ConfigurationError
 
 SECOND = 1_000_000_000

@@ -6,12 +6,8 @@ import json
 
 import pytest
 
-from budgetguard_core.breakers import (
-    REPORT_PROGRESS,
-    ProgressReports,
-    ProgressSignal,
-)
-from budgetguard_core.breakers.progress import read_report
+from budgetguard_core.breakers import REPORT_PROGRESS, ProgressReports
+from budgetguard_core.breakers.progress import ProgressSignal, read_report
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.stop import StopReason
 

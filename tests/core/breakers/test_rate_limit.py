@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core.breakers import RateLimit, RateLimiter, Turn
+from budgetguard_core.breakers import RateLimit
+from budgetguard_core.breakers.rate_limit import RateLimiter, Turn
 from budgetguard_core.errors import ConfigurationError
 
 SECOND = 1_000_000_000

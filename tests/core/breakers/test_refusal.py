@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from budgetguard_core.breakers import refusal
+from budgetguard_core.breakers.refusal import refusal
 
 
 @pytest.mark.parametrize("kind", ["tool_unavailable", "rate_limited", "busy"])

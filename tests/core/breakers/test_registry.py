@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from budgetguard_core.breakers import (
     BreakerRegistry,
     BulkheadConfig,
-    CircuitBreaker,
     CircuitBreakerConfig,
-    CircuitBreakerState,
     RateLimit,
 )
+from budgetguard_core.breakers.circuit_breaker import CircuitBreaker, CircuitBreakerState
 
 QUICK = CircuitBreakerConfig(sliding_window_size=1)
 SLOW = RateLimit(rate=1)

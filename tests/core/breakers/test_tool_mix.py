@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core.breakers import ToolMix, ToolMixAlarm, ToolMixBaseline
-from budgetguard_core.breakers.tool_mix import chi_squared, chi_squared_p_value
+from budgetguard_core.breakers import ToolMix, ToolMixBaseline
+from budgetguard_core.breakers.tool_mix import ToolMixAlarm, chi_squared, chi_squared_p_value
 from budgetguard_core.errors import ConfigurationError
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -64,8 +64,8 @@ def test_the_statistic_is_that_of_the_pooled_categories(run, baseline):
         for group in groups
         for side in sides
     )
-    assert result.statistic == pytest.approx(statistic, rel=1e-9, abs=1e-9)
-    assert result.freedom == len(groups) - 1
+    assert result[0] == pytest.approx(statistic, rel=1e-9, abs=1e-9)
+    assert result[1] == len(groups) - 1
 
 
 def told(calls, **changes):
@@ -81,10 +81,12 @@ def test_200_reads_without_a_search_are_told_once():
     answers = told(["read_file"] * 200)
     assert [number for number, answer in enumerate(answers, 1) if answer] == [20]
     answer = answers[19]
-    assert answer.calls == 20
-    assert answer.p_value < 0.001
-    assert answer.detail.startswith("20 tool calls are unlike those of 40 recorded runs: chi-squ")
-    assert answer.detail.endswith(
+    assert answer["calls"] == 20
+    assert answer["p_value"] < 0.001
+    assert answer["detail"].startswith(
+        "20 tool calls are unlike those of 40 recorded runs: chi-squ"
+    )
+    assert answer["detail"].endswith(
         "most unlike: rare tools 0 % instead of 50 %, read_file 100 % instead of 50 %"
     )
 
@@ -101,12 +103,9 @@ def test_what_begins_later_is_seen_when_the_calls_have_doubled():
 def test_a_single_new_tool_is_rare_and_a_run_of_new_tools_is_unusual():
     assert not any(told([*usual(1)[:-1], "something_else"]))
     answer = told([f"invented_{number}" for number in range(20)])[-1]
-    assert "tools that are not in the baseline" in answer.detail or "rare tools" in answer.detail
-
-
-def test_with_one_kind_of_tool_there_is_nothing_to_compare():
-    alarm = ToolMixAlarm(ToolMix(baseline=ToolMixBaseline(runs=1, tools={"search": 100})))
-    assert not any(alarm.observe("search") for _ in range(100))
+    assert (
+        "tools that are not in the baseline" in answer["detail"] or "rare tools" in answer["detail"]
+    )
 
 
 def test_names_without_end_take_no_memory():

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from budgetguard_core.breakers import VelocityLimits, VelocityMeter
+from budgetguard_core.breakers import VelocityLimits
+from budgetguard_core.breakers.velocity import VelocityMeter
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import ManualClock
 

@@ -1,15 +1,25 @@
-"""The facts of LangChain's records alone: names, bounds, hosted tools, answers that were cut."""
+"""The request of a model and its answer, in the words of LangChain's packages."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import reduce
-from typing import Any, Final, TypeGuard, cast
+from typing import Any, Final, NamedTuple, TypeGuard, cast
 
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 
-from budgetguard_core.kit import TokenUsage, ToolCall, merge_usage, token_usage
+from budgetguard_core.kit import (
+    OpenModelCall,
+    TokenUsage,
+    ToolCall,
+    merge_usage,
+    reported_cost,
+    token_usage,
+)
+from budgetguard_langgraph._seams import options_of, parameters_of
 
 _BOUNDS: Final = (
     "max_completion_tokens",
@@ -62,6 +72,19 @@ def totals_in(reported: Sequence[Mapping[str, Any]]) -> TokenUsage | None:
     later = answered[1:]
     is_one_sided = answered[0] == 0 and not any(prompts[1:]) and len(set(later)) == len(later) > 1
     return reduce(merge_usage, parts) if is_total or is_one_sided else None
+
+
+def figures_of(
+    response: LLMResult, answer: BaseMessage | None, reported: Sequence[Mapping[str, Any]]
+) -> tuple[TokenUsage | None, Decimal | None]:
+    """Return what a call has used, and what its provider says that it cost."""
+    if answer is None:
+        return token_usage(response), reported_cost(response)
+    # LangChain's own record first: nearly all answers have one, and nothing else is looked at.
+    own: Any = getattr(answer, "usage_metadata", None)
+    used = totals_in(reported) or token_usage(own) or token_usage(answer)
+    cost = reported_cost(own)
+    return used, reported_cost(answer.response_metadata) if cost is None else cost
 
 
 def answer_of(response: LLMResult) -> BaseMessage | None:
@@ -156,14 +179,16 @@ def unusable_in(message: BaseMessage | None) -> list[tuple[ToolCall, str, str]]:
     return found
 
 
+def tool_call(call: Any) -> ToolCall:
+    """Return a tool call of an answer, in the kit's words."""
+    return ToolCall(name=call["name"], arguments=call["args"], id=call["id"])
+
+
 def calls_of(message: BaseMessage | None) -> tuple[list[ToolCall], list[ToolCall]]:
     """List the tool calls of an answer: those that are to run, and those the provider ran."""
     if not isinstance(message, AIMessage):
         return [], []
-    asked = [
-        ToolCall(name=call["name"], arguments=call["args"], id=call["id"])
-        for call in message.tool_calls
-    ]
+    asked = [tool_call(call) for call in message.tool_calls]
     return asked, [] if isinstance(message.content, str) else list(_hosted(message))
 
 
@@ -190,3 +215,93 @@ def _hosted(message: AIMessage) -> Sequence[ToolCall]:
             )
         )
     return calls
+
+
+_LOG: Final = logging.getLogger("budgetguard_langgraph")
+
+
+class _Words(NamedTuple):
+    tokens: str
+    timeout: str | None = None
+    options: str | None = None
+    """The setting that holds it, together with all of the model's own options."""
+    model: str | None = "model"
+    """The setting of the model's name."""
+
+
+# Packages whose models take these settings with a call, whatever class of them is used. A model
+# of any other package is left alone unless it names the setting itself: one that it does not know
+# would break the call.
+_PACKAGES: Final[Mapping[str, _Words]] = {
+    "langchain_anthropic": _Words("max_tokens", "timeout"),
+    "langchain_deepseek": _Words("max_tokens", "timeout"),
+    "langchain_fireworks": _Words("max_tokens"),
+    "langchain_google_genai": _Words("max_output_tokens", model=None),
+    "langchain_google_vertexai": _Words("max_output_tokens", model=None),
+    "langchain_groq": _Words("max_tokens", "timeout"),
+    "langchain_mistralai": _Words("max_tokens"),
+    "langchain_ollama": _Words("num_predict", options="options"),
+    "langchain_openai": _Words("max_tokens", "timeout"),
+    "langchain_together": _Words("max_tokens", "timeout"),
+    "langchain_xai": _Words("max_tokens", "timeout"),
+}
+_KNOWN: dict[type, _Words | None] = {}
+_TOLD: set[str] = set()
+
+
+def bind(
+    model: Any,
+    settings: dict[str, Any],
+    tokens: int | None,
+    opened: OpenModelCall,
+    parameters: Mapping[str, Any] | None = None,
+) -> bool:
+    """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
+    words = words_of(model)
+    if words is None:
+        if tokens is not None:
+            tell(model)
+        return False
+    if opened.fallback_model is not None and words.model is not None:
+        settings[words.model] = opened.fallback_model
+    if tokens is not None:
+        held = settings
+        if words.options is not None:
+            # A request that has options has no others.
+            held = dict(
+                settings.get(words.options) or options_of(model, (parameters or {}).get("stop"))
+            )
+            settings[words.options] = held
+        given: Any = held.get(words.tokens)
+        held[words.tokens] = min(given, tokens) if type(given) is int and given > 0 else tokens
+    if words.timeout is not None and (seconds := opened.seconds) is not None:
+        limit: Any = settings.get(words.timeout)
+        known = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        settings[words.timeout] = min(seconds, limit) if known else seconds
+    return tokens is not None
+
+
+def words_of(model: object) -> _Words | None:
+    """Return the words of a model; None where a bound cannot be given to it."""
+    kind = type(model)
+    if kind not in _KNOWN:
+        packages = [one.__module__.partition(".")[0] for one in kind.__mro__]
+        words = next((_PACKAGES[name] for name in packages if name in _PACKAGES), None)
+        if words is not None and words.options is not None and options_of(model) is None:
+            words = None
+        if words is None and "max_tokens" in parameters_of(kind):
+            words = _Words("max_tokens", model="model" if "model" in parameters_of(kind) else None)
+        _KNOWN[kind] = words
+    return _KNOWN[kind]
+
+
+def tell(model: Any) -> None:
+    """Warn once for each class that takes no completion bound."""
+    kind = type(model).__name__
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        _LOG.warning(
+            "The completion bound cannot be given to %s with a call; what it may write is "
+            "reserved instead. Set the bound on the model itself.",
+            kind,
+        )
