@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import agents
+from agents.run import CallModelData, ModelInputData
 
-from budgetguard_core import Trip
-from budgetguard_core.kit import part, run_awaited, run_blocking, synthetic_metadata, synthetic_text
-from budgetguard_openai_agents import _last, _seams, _sessions
-from budgetguard_openai_agents._frame import RunFrame, RunStopped
+from budgetguard_core import Trip, kit
+from budgetguard_openai_agents import _seams, _sessions
+from budgetguard_openai_agents._frame import RunFrame, RunStopped, approval
 from budgetguard_openai_agents._history import (
     SyntheticMessage,
+    Turn,
     closing_items,
     history_of,
     synthetic_message,
+    turn_items,
 )
+from budgetguard_openai_agents._model import bounds_beside, model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
-from budgetguard_openai_agents.questions import approval
 
 _RESUME = (
     "Run the agent again under a fresh budget, with the same session or conversation, with "
@@ -29,14 +33,7 @@ _ANSWER = "Answer with result.to_state(), and give that to the runner with a bud
 
 
 class Ending:
-    """The end of one run.
-
-    Args:
-        recorder: The hooks of the run.
-        given: Its input.
-        options: Its options.
-        streamed: The result of a streamed run.
-    """
+    """The end of one run, of which its input, its options and the streamed result are known."""
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class Ending:
             else:
                 recorder.leave()
                 recorder.withhold()
-                result = None if recorder.withheld() else streamed
+                result = streamed if recorder.withheld is None else None
         except BaseException as raised:
             work.cancel()  # whoever cancels the run may do it before anybody waits for its work
             error = await self._known_better(raised, work)
@@ -153,9 +150,10 @@ class Ending:
             if one.type != "tool_approval_item" and not recorder.is_withheld(one)
         ]
         closing = closing_items(recorder.turns, items, responses, recorder.resumed)
-        for turn in recorder.turns:
-            if not any(turn.response is response for response in responses):
-                responses.append(turn.response)
+        held = () if recorder.withheld is None else (recorder.withheld,)
+        for made in (*(turn.response for turn in recorder.turns), *held):
+            if not any(made is response for response in responses):
+                responses.append(made)
         return items, closing, responses
 
     async def _closed(self, trip: Trip, data: Any) -> Any:
@@ -203,24 +201,24 @@ class Ending:
         recorder, run = self._recorder, self._recorder.run
         if recorder.cut and whole and isinstance(whole[-1], agents.MessageOutputItem):
             # Behind an answer that was cut short there is no other message.
-            return None if _last.is_typed(recorder.agent) else _text_of(whole[-1])
+            return None if _is_typed(recorder.agent) else _text_of(whole[-1])
 
         async def history() -> list[Any]:
             items = history_of(data.input, whole)
             return [*await _sessions.before(self._options.get("session"), items), *items]
 
         context = getattr(recorder.context or data.context_wrapper, "context", None)
-        answer, output = await _last.ask(recorder, trip, context, history)
-        if answer is None and recorder.handler is not None and _last.is_typed(recorder.agent):
+        answer, output = await _last_answer(recorder, trip, context, history)
+        if answer is None and recorder.handler is not None and _is_typed(recorder.agent):
             answer, output = await self._handled(trip, data, whole, responses)
-        text = answer or synthetic_text(run.guard)
+        text = answer or kit.synthetic_text(run.guard)
         if answer is None and run.above is not None and run.above.run is not None:
             # A run around also gets what its sub-agent had said so far.
             said = agents.ItemHelpers.text_message_outputs(whole[len(recorder.earlier) :])
             text = f"{said}\n\n{text}" if said else text
-        metadata = synthetic_metadata(run.guard, trip, finalized=run.finalized)
-        closing.append(synthetic_message(data.last_agent, text, metadata, responses))
-        return output if _last.is_typed(recorder.agent) else text
+        metadata = kit.synthetic_metadata(run.guard, trip, finalized=run.finalized)
+        closing.append(synthetic_message(data.last_agent, text, metadata))
+        return output if _is_typed(recorder.agent) else text
 
     async def _handled(self, trip: Trip, data: Any, whole: Any, responses: Any) -> Any:
         """Ask the user's handler of `max_turns`, once, for an output of the agent's type."""
@@ -255,7 +253,8 @@ class Ending:
         said = [new.pop()] if ends else []
         try:
             stored = await _sessions.read(session)
-            for item in self._recorder.withheld():
+            held = self._recorder.withheld
+            for item in reversed(held.to_input_items() if held else ()):
                 # The SDK may have stored it before it asked its judges.
                 if _sessions.ends_with(stored, item):
                     await _sessions.patiently(session.pop_item())
@@ -279,13 +278,13 @@ class Ending:
         recorder, session, run = self._recorder, self._recorder.session, self._recorder.run
         waits = bool(result.interruptions)
         if waits:
-            recorder.leave({part(item.raw_item, "call_id") for item in result.interruptions})
+            recorder.leave({kit.part(item.raw_item, "call_id") for item in result.interruptions})
         else:
             recorder.close_batch()
             if trip is not None:
                 session.stop(trip)
         recorder.location.result = result
-        found = await run_awaited(
+        found = await kit.run_awaited(
             session.finish(
                 result.to_input_list(),
                 final=result.final_output,
@@ -314,7 +313,7 @@ class Ending:
         end = recorder.session.finish(messages, error=error, resume=_RESUME)
         # Whoever cancels a run does not wait for its store.
         is_cancelled = isinstance(error, asyncio.CancelledError)
-        _ = run_blocking(end) if is_cancelled else await run_awaited(end)
+        _ = kit.run_blocking(end) if is_cancelled else await kit.run_awaited(end)
         if self._streamed is not None:
             recorder.session.attach(self._streamed)
         recorder.let_go()
@@ -326,3 +325,77 @@ def _text_of(item: agents.RunItem) -> str:
         if isinstance(item, agents.MessageOutputItem)
         else ""
     )
+
+
+def _is_typed(agent: agents.Agent[Any]) -> bool:
+    """Return whether an agent's output is no text."""
+    kind: Any = agent.output_type
+    if isinstance(kind, agents.AgentOutputSchemaBase):
+        return not kind.is_plain_text()
+    return kind is not None and kind is not str
+
+
+async def _last_answer(
+    recorder: Recorder, trip: Trip, context: Any, history: Callable[[], Any]
+) -> tuple[str | None, Any]:
+    """Ask the model for the end of a stopped run, once and without tools.
+
+    Returns:
+        The text, and the output where that is of a type; None without an answer.
+    """
+    agent, config = recorder.agent, recorder.run_config
+    # Nobody would judge the answer; an answer that was cut short is the last message by itself.
+    judged = agent.output_guardrails or config.output_guardrails
+    withheld = judged or recorder.cut or recorder.is_server_side or recorder.sent is None
+    last = None if withheld else kit.last_answer(recorder.run, trip)
+    if last is None:
+        return None, None
+    model, request = cast("Any", recorder.sent)
+    try:
+        sent = ModelInputData(await history(), request["system_instructions"])
+        own: Any = config.call_model_input_filter
+        if own is not None:
+            filtered = own(CallModelData(sent, agent, context))
+            sent = await filtered if inspect.isawaitable(filtered) else filtered
+        groups = kit.grouped(cast("Any", sent.input))
+        asked: Any = [_plain(one) for (one,) in kit.in_words(groups, kit.RESPONSES)]
+    except Exception as error:
+        # Code of the user's: it filters what is sent.
+        recorder.run.guard.tree.report("last answer", error)
+        return None, None
+    name, provider = model_of(agent, config)
+    tokens = kit.Prompt().project(asked, system=sent.instructions, output_schema=agent.output_type)
+    outputs: list[Any] = [None]
+
+    async def say(opened: kit.OpenModelCall) -> kit.Answer:
+        settings = replace(request["model_settings"], tool_choice=None, parallel_tool_calls=None)
+        set_bound(settings, opened.max_output_tokens, bounds_beside(settings))
+        response = await model.get_response(
+            system_instructions=sent.instructions,
+            input=asked,
+            model_settings=settings,
+            tools=[],
+            output_schema=request["output_schema"],
+            handoffs=[],
+            tracing=agents.ModelTracing.DISABLED,
+            previous_response_id=None,
+            conversation_id=None,
+            prompt=None,
+        )
+        text = agents.ItemHelpers.text_message_outputs(turn_items(Turn(agent, response)))
+        if _is_typed(agent):
+            try:
+                outputs.append(request["output_schema"].validate_json(text))
+            except Exception as error:
+                recorder.run.guard.tree.report("last answer", error)
+                text = ""
+        return kit.Answer(text=text, usage=usage_of(response))
+
+    call = kit.ModelCall(model=name, provider=provider, input_tokens=tokens)
+    return await last.ask_async(call, say), outputs[-1]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    # Of the SDK's converters, that of chats takes the words of an assistant as a text only.
+    content, role = message["content"], message["role"]
+    return {"role": role, "content": kit.content_text(content) if role == "assistant" else content}

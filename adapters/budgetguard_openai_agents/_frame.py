@@ -1,13 +1,23 @@
-"""The run of the SDK around the code that runs, and the exception that stops it."""
+"""The run of the SDK around the code that runs, the exception that stops it, and its questions.
+
+A cap with `on_trip="ask"` asks a person by an approval of the SDK.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Final, NoReturn
+from uuid import uuid4
 
-from agents import AgentsException
+from agents import Agent, AgentsException, RunState, ToolApprovalItem
+from openai.types.responses import ResponseFunctionToolCall
 
-from budgetguard_core import BudgetExceeded
-from budgetguard_core.kit import FRAME, Frame
+from budgetguard_core import BudgetExceeded, Trip
+from budgetguard_core.kit import FRAME, PAUSES, Frame, LimitQuestion, Run, part, take_answers
+from budgetguard_openai_agents import _seams
+
+NAME: Final = "budget_question"
+"""The name of an approval that asks for more budget; its arguments are the question as JSON."""
 
 
 class RunStopped(BudgetExceeded, AgentsException):
@@ -41,3 +51,48 @@ def around() -> Any:
             return None
         frame = frame.above
     return None
+
+
+class BudgetAsked(RunStopped):
+    """Leaves a run at a step about which a person is asked."""
+
+    def __init__(self, question: LimitQuestion) -> None:
+        violations = question.violations
+        super().__init__(Trip(reason=question.reason, violations=violations, run_id=""))
+        self.question = question
+
+
+PAUSES.add(BudgetAsked)
+
+
+def ask(question: LimitQuestion) -> NoReturn:
+    """Leave the run; it comes back to the same step with the answer."""
+    raise BudgetAsked(question)
+
+
+def approval(agent: Agent[Any], question: LimitQuestion) -> ToolApprovalItem:
+    """Return the interruption that asks."""
+    call = ResponseFunctionToolCall(
+        type="function_call",
+        name=NAME,
+        call_id=f"budget_{uuid4().hex}",
+        arguments=json.dumps(question.to_json()),
+    )
+    return ToolApprovalItem(agent=agent, raw_item=call)
+
+
+def take(state: RunState[Any], agent: Agent[Any], run: Run) -> None:
+    """Take the questions of a state and a person's answers; an approval is the same cap again."""
+    for item in state.get_interruptions():
+        if part(item.raw_item, "name") != NAME or item.agent is not agent:
+            continue
+        approved = _seams.approval_of(state, item)
+        _seams.drop_interruption(state, item)
+        asked, more = json.loads(part(item.raw_item, "arguments")), dict[str, Any]()
+        for guard in run.guard.lineage if approved else ():
+            cap = guard.budget.caps().get(asked["reason"])
+            if guard.run_id == asked["run_id"] and cap is not None:
+                used = getattr(guard.usage, asked["reason"].removeprefix("max_"))
+                more[asked["reason"]] = used + cap
+        if approved is not None:
+            take_answers(run, {asked["run_id"]: more or None})

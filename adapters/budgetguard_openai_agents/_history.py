@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,14 +64,9 @@ class SyntheticMessage(agents.MessageOutputItem):
 
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     """`synthetic`, `stop_reason` and `run_id`. They stay here: no provider accepts them."""
-    is_of_chat: bool = False
-    """The model that was at work gives no ids."""
 
     def to_input_item(self) -> agents.TResponseInputItem:
-        """Return the message in the short form, without an id; as the SDK has those of chats."""
-        if self.is_of_chat:
-            # For a chat completion the SDK (0.24) cannot read the short form once it was in JSON.
-            return super().to_input_item()
+        """Return the message in the short form, without an id: no provider has given it one."""
         return {"role": "assistant", "content": agents.ItemHelpers.text_message_output(self)}
 
 
@@ -81,7 +75,9 @@ class Asked:
     """A tool call that the model asked for. It is told apart by the object in its response."""
 
     raw: Any
-    opened: kit.OpenToolCall
+    call: kit.ToolCall
+    """The call as the budget knows it."""
+    opened: kit.OpenToolCall = field(init=False)
     """Its record, whose tickets the budget gives once it is asked."""
     error: BaseException | None = None
     """What the tool raised, whatever the SDK made of that."""
@@ -90,15 +86,13 @@ class Asked:
     is_begun: bool = False
     """The SDK has come to it."""
 
+    def __post_init__(self) -> None:
+        self.opened = kit.OpenToolCall(self.call)
+
     @property
     def type(self) -> str:
         """The kind of item."""
         return str(kit.part(self.raw, "type"))
-
-    @property
-    def call(self) -> kit.ToolCall:
-        """The call as the budget knows it."""
-        return self.opened.call
 
     @property
     def is_waiting(self) -> bool:
@@ -118,8 +112,6 @@ class Turn:
     agent: agents.Agent[Any]
     response: agents.ModelResponse
     asked: list[Asked] = field(default_factory=list[Asked])
-    is_withheld: bool = False
-    """It is an answer that nobody has judged who had to: no part of it is shown."""
 
 
 class Items(kit.Responses):
@@ -141,11 +133,16 @@ ITEMS = Items()
 def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
     found: list[Asked] = []
+    handoffs = {
+        one.tool_name if isinstance(one, agents.Handoff) else agents.Handoff.default_tool_name(one)
+        for one in agent.handoffs
+    }
     listed = [(item, kit.parts_of(item)) for item in items]
     answered: set[Any] = set()
     if len(listed) > 1:
         # A shell may be the provider's own.
-        answered = {held("call_id") for _, held in listed if _is_output(held("type"))} - {None}
+        outputs = [held for _, held in listed if str(held("type")).endswith("_output")]
+        answered = {held("call_id") for held in outputs} - {None}
     for item, held in listed:
         kind: kit.ToolKind = "function"
         type_ = held("type")
@@ -155,7 +152,7 @@ def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
             if call_id in answered:
                 kind = "hosted"
             if type_ == "function_call":
-                if agent.handoffs and name in handoff_names(agent):
+                if name in handoffs:
                     kind = "handoff"
                 # As the SDK names it: with its namespace, unless that repeats the name.
                 space = held("namespace")
@@ -168,20 +165,8 @@ def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
         given = (held(name_of_arguments) for name_of_arguments in _ARGUMENTS)
         arguments = next((one for one in given if one is not None), None)
         call = kit.ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
-        found.append(Asked(item, kit.OpenToolCall(call)))
+        found.append(Asked(item, call))
     return found
-
-
-def _is_output(type_: object) -> bool:
-    return str(type_).endswith("_output")
-
-
-def handoff_names(agent: agents.Agent[Any]) -> set[str]:
-    """Return the names under which an agent's handoffs look like tools to the model."""
-    return {
-        one.tool_name if isinstance(one, agents.Handoff) else agents.Handoff.default_tool_name(one)
-        for one in agent.handoffs
-    }
 
 
 def picture_of(text: str) -> str:
@@ -193,10 +178,7 @@ def picture_of(text: str) -> str:
 
 
 def synthetic_message(
-    agent: agents.Agent[Any],
-    text: str,
-    metadata: dict[str, Any],
-    responses: Sequence[agents.ModelResponse],
+    agent: agents.Agent[Any], text: str, metadata: dict[str, Any]
 ) -> SyntheticMessage:
     """Make the last message of a run that was stopped."""
     message = ResponseOutputMessage(
@@ -206,11 +188,7 @@ def synthetic_message(
         status="completed",
         content=[ResponseOutputText(text=text, type="output_text", annotations=[], logprobs=[])],
     )
-    output = [item for response in responses for item in response.output]
-    is_of_chat = any(kit.part(item, "id") == _seams.NO_ID for item in output) or (
-        not output and isinstance(agent.model, agents.OpenAIChatCompletionsModel)
-    )
-    return SyntheticMessage(agent=agent, raw_item=message, metadata=metadata, is_of_chat=is_of_chat)
+    return SyntheticMessage(agent=agent, raw_item=message, metadata=metadata)
 
 
 def closing_items(
@@ -219,13 +197,9 @@ def closing_items(
     responses: Sequence[agents.ModelResponse],
     resumed: Sequence[Asked] = (),
 ) -> list[agents.RunItem]:
-    """List what is missing behind the items of a run for its history to be whole.
+    """List what is missing behind the items that the SDK kept, for the history to be whole.
 
-    Args:
-        turns: What the model answered and what became of it.
-        items: The items that the SDK kept, those of an earlier attempt of the run first.
-        responses: The responses that the SDK kept.
-        resumed: What became of calls that the earlier attempt had asked for.
+    `resumed` are the calls that an earlier attempt of the run had asked for.
     """
     whole = list(items)
     of_turns = [one for turn in turns for one in turn.asked]
@@ -241,7 +215,7 @@ def closing_items(
     for turn in turns:
         kept = any(response is turn.response for response in responses)
         # One that was kept is whole, but for what a filter of the user's took away.
-        if not (turn.is_withheld or (kept and turn is not turns[-1])):
+        if not kept or turn is turns[-1]:
             close()
             whole += _made(turn, items, kept=kept)
     close()
@@ -273,10 +247,11 @@ def _made(turn: Turn, items: Sequence[agents.RunItem], *, kept: bool) -> list[ag
             continue
         item: Any = raw.model_dump(exclude_unset=True) if type_ == "compaction" else raw
         if one is not None:
-            made.append(agents.ToolCallItem(agent=turn.agent, raw_item=item))
+            is_handoff = one.call.kind == "handoff"
+            made.append(_seams.call_item(turn.agent, item, is_handoff=is_handoff))
         elif type_ in _REPORTED:
             made.append(_REPORTED[type_](agent=turn.agent, raw_item=item))
-        elif _is_output(type_):
+        elif str(type_).endswith("_output"):
             output = kit.part(raw, "result" if type_ == "program_output" else "output")
             made.append(agents.ToolCallOutputItem(agent=turn.agent, raw_item=item, output=output))
     return made
@@ -327,8 +302,3 @@ def history_of(given: Any, items: Sequence[agents.RunItem]) -> list[Any]:
     """Return the history of a run: what it was given, and its items."""
     own = agents.ItemHelpers.input_to_new_input_list(given)
     return [*own, *(item.to_input_item() for item in items)]
-
-
-def transfer_text(agent: agents.Agent[Any]) -> str:
-    """Return what the SDK answers to the call of a handoff."""
-    return json.dumps({"assistant": agent.name})

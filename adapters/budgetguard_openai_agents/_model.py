@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, Iterable
-from functools import lru_cache
 from typing import Any
 
 import agents
@@ -31,18 +30,16 @@ _GIVEN = (
 
 
 class BoundedModel:
-    """The model of an agent in a run: every attempt is asked for, bounded and charged.
-
-    Args:
-        own: The agent's model; all but its calls is its own.
-        recorder: The hooks of the run.
-        named: The name that its price goes by, and its provider.
-    """
+    """The model of an agent in a run: every attempt is asked for, bounded and charged."""
 
     def __init__(self, own: Any, recorder: Any, named: tuple[str | None, str | None]) -> None:
         self.own = own
         self._recorder = recorder
         self._named = named
+        # One of OpenAI's own classes: a request can name another model.
+        self._may_fall_back = isinstance(
+            own, agents.OpenAIChatCompletionsModel | agents.OpenAIResponsesModel
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -69,7 +66,7 @@ class BoundedModel:
         """Make a call whose answer is streamed."""
         request = {**dict(zip(_GIVEN, given, strict=True)), **options}
         turn = await self._asked(request)
-        given = tuple(request[name] for name in _GIVEN)
+        given = (*given[:2], request["model_settings"], *given[3:])
         output: list[Any] = []
         events: Any = None
         try:
@@ -105,7 +102,8 @@ class BoundedModel:
         if due is not None:
             recorder.close_batch()
         settings, sent = copy.copy(request["model_settings"]), request["input"]
-        own = own_bound(settings)
+        places = bounds_beside(settings)
+        own = max([own for _, _, own in places]) if places else settings.max_tokens
         name, provider = self._named
         asked = kit.Request(
             messages=sent,
@@ -118,7 +116,7 @@ class BoundedModel:
             # Some servers take -1 for a completion without a bound.
             bound=own if own is None or own >= 1 else None,
             min_bound=_LEAST_OUTPUT,
-            may_fall_back=can_be_set(self.own),
+            may_fall_back=self._may_fall_back,
             prunes=not recorder.is_server_side,
         )
         flow = recorder.session.model(asked, recorder.known(sent))
@@ -139,8 +137,11 @@ class BoundedModel:
         if settings.include_usage is None:
             # Streams are asked for their usage; some providers report it nowhere else.
             settings.include_usage = True
-        set_bound(settings, turn.call.max_output_tokens or own)
-        set_model(settings, turn.fallback_model)
+        set_bound(settings, turn.call.max_output_tokens or own, places)
+        if turn.fallback_model is not None:
+            # Beside the one of the model's class: both APIs take the later one.
+            body: Any = settings.extra_body or {}
+            settings.extra_body = {**body, "model": turn.fallback_model}
         request["model_settings"] = settings
         return turn
 
@@ -148,11 +149,13 @@ class BoundedModel:
         self, turn: kit.ModelTurn, output: list[Any], usage: kit.TokenUsage | None
     ) -> None:
         agent = self._recorder.agent
-        calls = tuple(
-            kit.Call("", c.call.name, c.call.arguments) for c in asked_calls(agent, output)
-        )
+        asked = asked_calls(agent, output)
+        self._recorder.read = output, asked
+        calls = tuple([kit.Call("", one.call.name, one.call.arguments) for one in asked])
+        is_estimated = usage is None or usage.estimated
         turn.answered(
-            Reply("assistant", (written(output),), calls),
+            # What is needed where figures are missing, and of what may be said again.
+            Reply("assistant", () if calls and not is_estimated else (written(output),), calls),
             usage,
             speaker=agent.name,
             is_cut=not calls and self._is_cut(turn.call.max_output_tokens, output, usage),
@@ -169,7 +172,8 @@ class BoundedModel:
         if any(kit.part(item, "status") == "incomplete" for item in output):
             return True
         used = kit.estimate(output) if usage is None else usage.output_tokens
-        return _is_a_chat(self.own) and used >= bound
+        is_a_chat = isinstance(self.own, agents.OpenAIChatCompletionsModel)
+        return used >= bound and (is_a_chat or "litellm" in type(self.own).__module__)
 
     def _see(self, turn: kit.ModelTurn, event: Any, output: list[Any]) -> None:
         """Take in an event of a stream: what has been written so far is paid for."""
@@ -216,15 +220,11 @@ def model_of(
         model = get_default_model()
     # A prompt names a model that is known to its provider alone.
     name = model if isinstance(model, str) else getattr(model, "model", None)
-    return _named(name) if isinstance(name, str) else (None, None)
-
-
-@lru_cache(maxsize=64)
-def _named(name: str) -> tuple[str, str | None]:
-    parts = name.split("/")
-    if len(parts) > 1 and parts[0] in _ROUTERS:
-        del parts[0]
-    return parts[-1], parts[0] if len(parts) > 1 else None
+    if not isinstance(name, str):
+        return None, None
+    # "litellm/anthropic/claude": behind a router stands the provider.
+    *provider, name = (part for part in name.split("/") if part not in _ROUTERS)
+    return name, provider[0] if provider else None
 
 
 def schemas_of(
@@ -243,9 +243,24 @@ def schemas_of(
 
 def usage_of(response: Any) -> kit.TokenUsage | None:
     """Return what one call used, streamed or not; None when the provider reported nothing."""
-    usage = response.usage
-    is_reported = usage is not None and (usage.input_tokens or usage.output_tokens)
-    return kit.token_usage(usage) if is_reported else None
+    usage: Any = response.usage
+    if usage is None or not (usage.input_tokens or usage.output_tokens):
+        return None
+    read, reasoned = usage.input_tokens_details, usage.output_tokens_details
+    is_plain = isinstance(response.usage, agents.Usage) and read and reasoned
+    if not is_plain or read.model_extra or reasoned.model_extra:
+        return kit.token_usage(usage)
+    details: dict[str, Any] = {**vars(read), **vars(reasoned)}
+    if any(details.values()):
+        return kit.token_usage(usage)
+    # Nothing went through a cache, nobody reasoned: the plainest record is read the fastest.
+    return kit.token_usage(
+        {
+            "prompt_tokens": usage.input_tokens,
+            "completion_tokens": usage.output_tokens,
+            "total_tokens": usage.total_tokens,
+        }
+    )
 
 
 def written(items: Iterable[Any]) -> str:
@@ -262,49 +277,33 @@ def written(items: Iterable[Any]) -> str:
     return "\n".join(texts)
 
 
-def can_be_set(model: object) -> bool:
-    """Return whether a request can name another model: it is one of OpenAI's own classes."""
-    return isinstance(model, agents.OpenAIChatCompletionsModel | agents.OpenAIResponsesModel)
-
-
-def set_model(settings: agents.ModelSettings, name: str | None) -> None:
-    """Set the model of a request beside the one of its class: both APIs take the later one."""
-    if name is not None:
-        body: Any = settings.extra_body
-        settings.extra_body = {**(body or {}), "model": name}
-
-
-def _is_a_chat(model: object) -> bool:
-    return (
-        isinstance(model, agents.OpenAIChatCompletionsModel) or "litellm" in type(model).__module__
-    )
-
-
 # What providers call the bound of a completion.
 _BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
-def own_bound(settings: agents.ModelSettings) -> int | None:
-    """Return the completion tokens that settings ask for, beside their own name for it too."""
-    places = _bounds_beside(settings)
-    return max(own for _, _, own in places) if places else settings.max_tokens
+def set_bound(
+    settings: agents.ModelSettings, bound: int | None, places: Iterable[tuple[str, str, int]]
+) -> None:
+    """Set the completion tokens that settings ask for, under the names that the user gave them.
 
-
-def set_bound(settings: agents.ModelSettings, bound: int | None) -> None:
-    """Set the completion tokens that settings ask for, under the name that the user gave them.
-
-    A name is given beside the settings because the model takes no other.
+    One is given beside the settings because the model takes no other.
     """
-    places = () if bound is None else _bounds_beside(settings)
-    for place, name, _ in places:
-        setattr(settings, place, {**getattr(settings, place), name: bound})
-    settings.max_tokens = None if places else bound
+    if bound is not None:
+        for place, name, _ in places:
+            setattr(settings, place, {**getattr(settings, place), name: bound})
+    settings.max_tokens = None if bound is not None and places else bound
 
 
-def _bounds_beside(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
+def bounds_beside(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
+    """List the completion bounds that settings hold beside their own: where, its name, tokens."""
+    body: Any = settings.extra_body
+    beside: dict[str, dict[str, Any]] = {
+        "extra_args": settings.extra_args or {},
+        "extra_body": body if isinstance(body, dict) else {},
+    }
     return [
         (place, name, own)
-        for place in ("extra_args", "extra_body")
+        for place, given in beside.items()
         for name in _BOUNDS
-        if isinstance(own := kit.part(getattr(settings, place) or {}, name), int)
+        if name in given and isinstance(own := given[name], int)
     ]

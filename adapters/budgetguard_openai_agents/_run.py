@@ -4,58 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Set
+import json
+from collections.abc import Sequence, Set
+from operator import is_
 from typing import Any
 
 import agents
 
 from budgetguard_core import BudgetExceeded, Mode, StopReason, Trip, kit
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._frame import RunStopped
+from budgetguard_openai_agents._frame import BudgetAsked, RunStopped
 from budgetguard_openai_agents._history import (
     ITEMS,
     LOCAL,
     Asked,
     Turn,
     asked_calls,
-    transfer_text,
     turn_items,
 )
 from budgetguard_openai_agents._tools import original
-from budgetguard_openai_agents.questions import BudgetAsked
 
 # Seconds that a run gets whose first step is going to be refused.
 _PATIENCE = 1.0
 _TRIPWIRES = (agents.InputGuardrailTripwireTriggered, agents.OutputGuardrailTripwireTriggered)
-# What the calls of tools look like that are called without a name, the likeliest first.
-_TYPES: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (agents.ShellTool, ("shell_call", "local_shell_call")),
-    (agents.LocalShellTool, ("local_shell_call", "shell_call")),
-    (agents.ApplyPatchTool, ("apply_patch_call",)),
-    (agents.ComputerTool, ("computer_call",)),
-)
 
 
 class Recorder(agents.RunHooks[Any]):
-    """The hooks of one run: they ask its budget and remember what its history is closed with.
-
-    Attributes:
-        context: The SDK's context of the run, once it is known.
-        turns: Every response of this run, with what became of its tool calls.
-        batch: The tool calls of the reply at hand.
-        models: The models that the run has used, as it knows them.
-        copies: The copies of its function tools, each with the tool and what that held.
-        sent: The last model that was asked for, and its request.
-        due: The facts of a call that is about to be asked for.
-        refused: The exception by which the last call was refused.
-        earlier: The items of an earlier attempt of the run.
-        resumed: The calls that the earlier attempt had asked for, and left to this one.
-        stopping: Why the run ends, where it is no limit of the budget's.
-        closing: What a stopped run's end has added to the items of its stream.
-        handler: The user's handler of `max_turns`, until it was asked.
-        is_handled: The user's handler gave the answer when the SDK's turns were used up.
-        question: What a person is asked, for whom the run waits.
-    """
+    """The hooks of one run: they ask its budget and remember what its history is closed with."""
 
     def __init__(
         self,
@@ -76,21 +51,34 @@ class Recorder(agents.RunHooks[Any]):
         self.session = kit.Session(run, ITEMS, location)
         self.session.prompt = kit.Prompt(server_side=server_side)
         self.context: Any = None
+        modes = [one.mode for guard in run.guards for one in guard.lineage]
+        self.is_off = all(mode is Mode.OFF for mode in modes)
+        # The responses of this run, the calls of the reply at hand, and the last that was read.
         self.turns: list[Turn] = []
         self.batch: list[Asked] = []
-        self.models: dict[tuple[Any, ...], Any] = {}
-        self.copies: dict[int, Any] = {}
-        self.sent: Any = None
-        self.due: tuple[Any, ...] | None = None
-        self.refused: BaseException | None = None
+        self.read: tuple[Sequence[Any], list[Asked]] = ((), [])
+        # What an earlier attempt brought, and the calls that it left to this one.
         self.earlier: list[agents.RunItem] = []
         self.resumed: list[Asked] = []
-        self.stopping: Trip | None = None
-        self.closing: list[agents.RunItem] = []
-        self.is_handled = False
-        self.handler: Any = None
+        # The models that the run has used, and the copies of its function tools.
+        self.models: dict[tuple[Any, ...], Any] = {}
+        self.copies: dict[int, Any] = {}
+        # The facts of a call that is about to be asked for, the last model and request, and the
+        # exception by which the last call was refused.
+        self.due: tuple[Any, ...] | None = None
+        self.sent: Any = None
+        self.refused: BaseException | None = None
         self._saved: list[Any] = []
+        # Why the run ends where it is no limit of the budget's, the user's handler of `max_turns`
+        # until it was asked, and whether it gave the answer when the SDK's turns were used up.
+        self.stopping: Trip | None = None
+        self.handler: Any = None
+        self.is_handled = False
+        # What a person is asked for whom the run waits, an answer that nobody has judged who had
+        # to, and what the end has added to the items of a stream.
         self.question: kit.LimitQuestion | None = None
+        self.withheld: agents.ModelResponse | None = None
+        self.closing: list[agents.RunItem] = []
 
     # A turn, in the order of its steps
 
@@ -111,7 +99,10 @@ class Recorder(agents.RunHooks[Any]):
     async def on_llm_end(self, context: Any, agent: Any, response: agents.ModelResponse) -> None:
         """Ask for the tool calls in an answer, all together, or stop the run."""
         self.context = context
-        turn = Turn(agent, response, asked_calls(agent, response.output))
+        (output, asked), self.read = self.read, ((), [])
+        if len(output) != len(response.output) or not all(map(is_, output, response.output)):
+            asked = asked_calls(agent, response.output)
+        turn = Turn(agent, response, asked)
         self.turns.append(turn)
         await self.hooks.on_llm_end(context, agent, response)
         self.batch = turn.asked
@@ -138,7 +129,7 @@ class Recorder(agents.RunHooks[Any]):
                 arguments=getattr(context, "tool_arguments", None),
                 id=getattr(context, "tool_call_id", None),
             )
-            asked = Asked(getattr(context, "tool_call", None), kit.OpenToolCall(call))
+            asked = Asked(getattr(context, "tool_call", None), call)
             await kit.run_awaited(self._open([asked]))
             self.batch = [*self.batch, asked]
             self.resumed.append(asked)
@@ -160,7 +151,7 @@ class Recorder(agents.RunHooks[Any]):
         """Settle the call that was a handoff."""
         for asked in self.batch:
             if asked.call.kind == "handoff" and asked.is_waiting:
-                self.run.finished(asked.opened, transfer_text(to_agent))
+                self.run.finished(asked.opened, json.dumps({"assistant": to_agent.name}))
                 break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
 
@@ -186,10 +177,6 @@ class Recorder(agents.RunHooks[Any]):
         """True if the model's last answer was cut at the budget's own bound."""
         turn = self.session.turn
         return turn is not None and turn.trip is not None
-
-    def _fail(self, error: BaseException | str) -> None:
-        if self.session.turn is not None:
-            self.session.turn.failed(error)
 
     # The SDK's own limit
 
@@ -230,14 +217,17 @@ class Recorder(agents.RunHooks[Any]):
 
     def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
         """Find the call of a tool that starts, or is at work."""
-        raw, call_id = getattr(context, "tool_call", None), getattr(context, "tool_call_id", None)
+        raw = getattr(context, "tool_call", None)
+        if raw is not None:
+            for one in self.batch:
+                if one.raw is raw:
+                    return one
+        call_id = getattr(context, "tool_call_id", None)
         if call_id is not None:
             # Where a run goes on the SDK has made another object of the call.
-            same = [one for one in self.batch if one.raw is raw]
-            same = same or [one for one in self.batch if one.call.id == call_id]
-            return same[0] if same else None
+            return next((one for one in self.batch if one.call.id == call_id), None)
         # Shells, computers and patches come without a call, those of a kind one after the other.
-        types = next((types for kind, types in _TYPES if isinstance(tool, kind)), ())
+        types = (type_ for type_, kinds in _seams.NATIVE.items() if isinstance(tool, kinds))
         local = [one for one in self.batch if one.is_local]
         alike = ([one for one in local if one.type == type_] for type_ in types)
         same = next((calls for calls in alike if calls), list[Asked]())
@@ -308,7 +298,8 @@ class Recorder(agents.RunHooks[Any]):
 
     def left_by(self, error: BaseException) -> Trip | None:
         """Return whether an exception left the run because of a limit, and of which."""
-        self._fail(error)
+        if self.session.turn is not None:
+            self.session.turn.failed(error)
         if isinstance(error, BudgetAsked):
             self.question = error.question
             return error.trip
@@ -332,13 +323,14 @@ class Recorder(agents.RunHooks[Any]):
 
         The stop came between the answer and the end of the run: they could not run, or were cut.
         """
-        turn = self.turns[-1] if self.turns else None
+        turn = self.turns[-1] if self.turns and self.withheld is None else None
         if turn is None or any(one.call.kind != "hosted" for one in turn.asked):
             return
         judges = [*turn.agent.output_guardrails, *(self.run_config.output_guardrails or ())]
         if len(self.turns) == 1 and not self.earlier:
             judges += [*turn.agent.input_guardrails, *(self.run_config.input_guardrails or ())]
-        turn.is_withheld = bool(judges)
+        if judges:
+            self.withheld = self.turns.pop().response
 
     def is_completed_by_a_call(self, trip: Trip) -> bool:
         """Return whether an answer is a call's result, though others of its batch were refused.
@@ -349,15 +341,11 @@ class Recorder(agents.RunHooks[Any]):
         local = any(one.is_local for turn in self.turns[-1:] for one in turn.asked)
         return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
 
-    def withheld(self) -> list[Any]:
-        """List what is kept back, as a history has it, the last item first."""
-        outputs = [turn.response.to_input_items() for turn in self.turns[-1:] if turn.is_withheld]
-        return [item for items in outputs for item in reversed(items)]
-
     def is_withheld(self, item: agents.RunItem) -> bool:
         """Return whether an item is a part of an answer that is kept back."""
-        outputs = [turn.response.output for turn in self.turns[-1:] if turn.is_withheld]
-        return any(item.raw_item is one for output in outputs for one in output)
+        return self.withheld is not None and any(
+            item.raw_item is one for one in self.withheld.output
+        )
 
     async def supervised(self, work: asyncio.Task[Any]) -> Trip | None:
         """Wait for the run's work; cut it at the deadline and when the run is aborted."""
@@ -373,11 +361,6 @@ class Recorder(agents.RunHooks[Any]):
         self.models, self.sent, self.refused, self.location.result = {}, None, None, None
         self.session = kit.Session(self.run, ITEMS)
         self.turns, self.earlier, self.resumed, self._saved = [], [], [], []
-
-    @property
-    def is_off(self) -> bool:
-        """True if no guard of the run enforces or looks on."""
-        return all(one.mode is Mode.OFF for guard in self.run.guards for one in guard.lineage)
 
 
 def _seen(work: asyncio.Task[Any]) -> None:

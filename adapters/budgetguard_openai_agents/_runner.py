@@ -22,16 +22,14 @@ from budgetguard_core import (
     BudgetExceeded,
     Guard,
     Mode,
-    Outcome,
     kit,
 )
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._ending import Ending
-from budgetguard_openai_agents._frame import RunFrame, around
+from budgetguard_openai_agents._frame import RunFrame, around, ask, take
 from budgetguard_openai_agents._model import bounded
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._tools import copied, tools_of_a_turn
-from budgetguard_openai_agents.questions import ask, take
 
 _LOCK = threading.Lock()
 _TURNS = {"max_iterations", "max_model_calls"}
@@ -252,30 +250,24 @@ def _opened(
     hooks: Any, location: _seams.InState, given: Any, options: dict[str, Any]
 ) -> tuple[kit.Run, Any]:
     """Open a run, which goes on from what a state or `resume` has left; return its input too."""
-    envelope, resume = hooks.envelope, hooks.resume
     goes_on = _seams.is_state(given)
-    context = options.get("context")
-    session_id = getattr(options.get("session"), "session_id", None)
-    facts: dict[str, Any] = {
-        "user_spoke": not goes_on and _is_user_turn(given),
-        "config": _seams.context_of(given) if goes_on and context is None else context,
-        "given": None if goes_on else given,
-        "thread": session_id or options.get("conversation_id"),
-        "asks": ask,
-    }
-    if resume is None or location.get() is not None:
-        return kit.run_blocking(kit.opened(envelope, location, **facts))[0], given
-    earlier, attempt = kit.named(resume, envelope.store)
-    # A run that was stopped goes on under a fresh budget, one that was left where it is.
-    stopped = isinstance(resume, Outcome) and resume.status == "terminated"
-    is_elsewhere = goes_on or options.get("session") or _seams.kept_by_server(given, options)
+    context, session = options.get("context"), options.get("session")
+    # A state with counters of its own is the newer.
+    resume = None if location.get() is not None else hooks.resume
+    flow = kit.opened(
+        hooks.envelope,
+        location,
+        resume=resume,
+        user_spoke=not goes_on and _is_user_turn(given),
+        config=_seams.context_of(given) if goes_on and context is None else context,
+        given=None if goes_on else given,
+        thread=getattr(session, "session_id", None) or options.get("conversation_id"),
+        asks=ask,
+    )
+    run, _ = kit.run_blocking(flow)
+    is_elsewhere = goes_on or session or _seams.kept_by_server(given, options)
     if isinstance(resume, str) and not is_elsewhere:
-        given = facts["given"] = [
-            *earlier.messages,
-            *agents.ItemHelpers.input_to_new_input_list(given),
-        ]
-    run = envelope.open(resume=earlier, fresh=stopped or earlier.trip is not None, **facts)
-    run.go_on_as(attempt, earlier.run_id)
+        given = [*run.earlier_messages, *agents.ItemHelpers.input_to_new_input_list(given)]
     return run, given
 
 

@@ -39,6 +39,7 @@ NEEDED: dict[Any, str] = {
     AgentBase: "get_all_tools",
     agents.FunctionTool: "_is_agent_tool tool_input_guardrails",
     agents.RunContextWrapper: "get_approval_status",
+    agents.ToolCallItem: "_resolved_tool_name",
     agents.RunResult: (
         "_auto_previous_response_id _conversation_id _current_step_for_state _current_turn "
         "_last_agent _model_input_items _original_input _previous_response_id "
@@ -137,6 +138,26 @@ async def handled(
     final = sdk.validate_handler_final_output(agent, made.final_output)
     text = sdk.format_final_output_text(agent, final) if made.include_in_history else None
     return text, final
+
+
+# What the tools of calls without a name may be.
+NATIVE: dict[str, tuple[type[Any], ...]] = {
+    "shell_call": (agents.ShellTool,),
+    "local_shell_call": (agents.LocalShellTool, agents.ShellTool),
+    "apply_patch_call": (agents.ApplyPatchTool,),
+    "computer_call": (agents.ComputerTool,),
+}
+
+
+def call_item(agent: agents.Agent[Any], raw: Any, *, is_handoff: bool) -> agents.RunItem:
+    """Make the item of a call as the SDK does: a state is read again only with its own."""
+    if is_handoff:
+        return agents.HandoffCallItem(agent=agent, raw_item=raw)
+    item = agents.ToolCallItem(agent=agent, raw_item=raw)
+    kinds = NATIVE.get(part(raw, "type"), ())
+    name = next((tool.name for tool in agent.tools if isinstance(tool, kinds)), None)
+    cast("Any", item)._resolved_tool_name = name
+    return item
 
 
 # Streamed results

@@ -72,11 +72,8 @@ def compare(
 ) -> Compared:
     """Find out how much of a run its session holds, and what it held before.
 
-    A session ends with what was stored of the run; parts of it may be missing.
-
-    Args:
-        stored: What the session holds.
-        history: What the run was given and has brought. May begin before the run does.
+    A session ends with what was stored of the run; parts of it may be missing. The history may
+    begin before the run does.
     """
     both = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
     keys = [_key(item, both) for item in history]

@@ -77,28 +77,29 @@ def original(tool: agents.Tool) -> agents.Tool:
 def _function_body(
     tool: agents.FunctionTool, body: Callable[[Any, str], Awaitable[Any]]
 ) -> Callable[[Any, str], Awaitable[Any]]:
-    asking = _asking(tool, body)
     is_agent = _seams.is_agent_tool(tool)
 
     async def asked_body(context: Any, arguments: str) -> Any:
-        _, asked = _at_work(tool, context)
+        recorder, asked = _at_work(tool, context)
+        if asked is None:
+            return await body(context, arguments)
+        if asked.opened.state != "started":
+            return asked.opened.refusal or NOT_EXECUTED
+        result = None
         try:
-            result = asking(context, arguments)
-            result = await result if inspect.isawaitable(result) else result
+            with _Noted(recorder, asked):
+                result = await body(context, arguments)
         except BudgetExceeded as stop:
-            if asked is None:
-                raise
             # It stops the run at its next step; a text of failure would invite another try.
             final = None if stop.outcome is None else stop.outcome.final
             asked.partial = "" if final is None else str(final)
             return asked.partial
         except Exception:
-            if not is_agent or asked is None or asked.partial is None:
+            if not is_agent or asked.partial is None:
                 raise
-            asked.error = result = None
+            asked.error = None
         # What the agent was stopped with is a text, whatever would have made an output of it.
-        is_partial = is_agent and asked is not None and asked.partial is not None
-        return asked.partial if asked is not None and is_partial else result
+        return result if asked.partial is None or not is_agent else asked.partial
 
     asked_body.__dict__.update(getattr(body, "__dict__", {}))
     return asked_body

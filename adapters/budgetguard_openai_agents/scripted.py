@@ -11,16 +11,7 @@ from typing import Any
 
 from agents import Model, ModelResponse, Usage
 from agents.items import TResponseStreamEvent
-from openai.types.responses import (
-    Response,
-    ResponseCompletedEvent,
-    ResponseFunctionToolCall,
-    ResponseOutputMessage,
-    ResponseOutputText,
-    ResponseTextDeltaEvent,
-    ResponseUsage,
-)
-from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from openai.types.responses import Response, ResponseCompletedEvent, ResponseTextDeltaEvent
 
 from budgetguard_core.testing.scripted import Answers
 
@@ -44,49 +35,51 @@ class ScriptedModel(Model):
     async def _next(self) -> Response:
         await asyncio.sleep(0)  # others go out beside it, as on the wire
         turn = self.answers.next()
-        output: list[Any] = [
-            ResponseFunctionToolCall(
-                type="function_call",
-                id=f"fc_{call.id}",
-                call_id=call.id,
-                name=call.name,
-                arguments=json.dumps(call.arguments),
-            )
+        output: list[dict[str, Any]] = [
+            {
+                "type": "function_call",
+                "id": f"fc_{call.id}",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": json.dumps(call.arguments),
+            }
             for call in turn.calls
         ]
         if turn.text:
-            content = ResponseOutputText(
-                text=turn.text, type="output_text", annotations=[], logprobs=[]
-            )
+            content: Any = {
+                "type": "output_text",
+                "text": turn.text,
+                "annotations": [],
+                "logprobs": [],
+            }
             output.append(
-                ResponseOutputMessage(
-                    id=f"msg_{next(self._numbers)}",
-                    type="message",
-                    role="assistant",
-                    status="completed",
-                    content=[content],
-                )
+                {
+                    "type": "message",
+                    "id": f"msg_{next(self._numbers)}",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [content],
+                }
             )
-        return Response(
-            id=f"resp_{next(self._numbers)}",
-            created_at=0,
-            model=self.model,
-            object="response",
-            output=output,
-            status="completed",
-            tool_choice="auto",
-            tools=[],
-            parallel_tool_calls=True,
-            usage=ResponseUsage(
-                input_tokens=turn.usage.input_tokens,
-                output_tokens=turn.usage.output_tokens,
-                total_tokens=turn.usage.total_tokens,
-                # Releases of the client differ in what they ask for here.
-                input_tokens_details=InputTokensDetails.model_construct(
-                    cached_tokens=0, cache_write_tokens=0
-                ),
-                output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
-            ),
+        return Response.model_validate(
+            {
+                "id": f"resp_{next(self._numbers)}",
+                "object": "response",
+                "created_at": 0,
+                "model": self.model,
+                "output": output,
+                "status": "completed",
+                "tool_choice": "auto",
+                "tools": [],
+                "parallel_tool_calls": True,
+                "usage": {
+                    "input_tokens": turn.usage.input_tokens,
+                    "output_tokens": turn.usage.output_tokens,
+                    "total_tokens": turn.usage.total_tokens,
+                    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                    "output_tokens_details": {"reasoning_tokens": 0},
+                },
+            }
         )
 
     async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:

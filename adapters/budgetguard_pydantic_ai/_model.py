@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import replace
@@ -187,39 +187,26 @@ def takes_text(output_type: Any) -> bool:
     return output_type is str or any(map(takes_text, several))
 
 
-class LastAnswer:
-    """The last answer of one run.
+def last_question(
+    ctx: Any, messages: Sequence[Any], output_type: Any, keep: Callable[[Any], object]
+) -> kit.LastQuestion:
+    """Return how to ask for a last answer of a type; `keep` is given its output."""
+    system = instructions_of(messages)
 
-    Attributes:
-        output: The output of a stopped run whose output type takes no text; None without an answer.
-        is_text: The output type takes text.
-    """
+    async def ask(sent: list[Any], opened: Any) -> kit.Answer:
+        agent: Any = Unbounded(ctx.model, output_type=output_type, retries=0)
+        settings: dict[str, Any] = ctx.model_settings or {}
+        result = await agent.run(
+            message_history=sent,
+            instructions=system,
+            deps=ctx.deps,
+            model_settings={**settings, "max_tokens": opened.max_output_tokens},
+            usage_limits=UsageLimits(request_limit=1),
+        )
+        keep(result.output)
+        is_text = output_type is str
+        text = result.output if is_text else to_json(result.output, fallback=repr).decode()
+        return kit.Answer(text=text, usage=kit.token_usage(result.usage))
 
-    def __init__(self, output_type: Any) -> None:
-        self.is_text = takes_text(output_type)
-        self._type = str if self.is_text else output_type
-        self.output: Any = None
-
-    def question(self, ctx: Any, messages: Sequence[Any]) -> kit.LastQuestion:
-        """Return how to ask for it."""
-        system = instructions_of(messages)
-
-        async def ask(sent: list[Any], opened: Any) -> kit.Answer:
-            agent: Any = Unbounded(ctx.model, output_type=self._type, retries=0)
-            bound: dict[str, Any] = {
-                **(ctx.model_settings or {}),
-                "max_tokens": opened.max_output_tokens,
-            }
-            result = await agent.run(
-                message_history=sent,
-                instructions=system,
-                deps=ctx.deps,
-                model_settings=bound,
-                usage_limits=UsageLimits(request_limit=1),
-            )
-            self.output = result.output
-            text = self.output if self.is_text else to_json(self.output, fallback=repr).decode()
-            return kit.Answer(text=text, usage=kit.token_usage(result.usage))
-
-        name, provider = ctx.model.model_name, provider_of(ctx.model)
-        return kit.LastQuestion(ask_async=ask, model=name, provider=provider, system=system)
+    name, provider = ctx.model.model_name, provider_of(ctx.model)
+    return kit.LastQuestion(ask_async=ask, model=name, provider=provider, system=system)

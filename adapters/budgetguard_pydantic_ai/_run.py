@@ -17,7 +17,7 @@ from budgetguard_core import kit
 from budgetguard_core.kit import OUTCOME_UNKNOWN, ToolCall
 from budgetguard_pydantic_ai import _seams
 from budgetguard_pydantic_ai._history import DIALECT, InHistory, tool_call_of
-from budgetguard_pydantic_ai._model import LastAnswer, ModelCalls, metered
+from budgetguard_pydantic_ai._model import ModelCalls, last_question, metered, takes_text
 
 _RESUME = "agent.run(message_history=result.all_messages()), under a fresh budget"
 _DEFERRALS = (exceptions.CallDeferred, exceptions.ApprovalRequired)
@@ -59,7 +59,9 @@ class BoundedRun(OfBudget):
         self._resume = resume
         self.messages: list[Any] = []
         self.is_passive = False
-        self._last = LastAnswer(output_type)
+        self._is_text = takes_text(output_type)
+        self._output_type = str if self._is_text else output_type
+        self._outputs: list[Any] = []
         self._asked: list[ToolCall] = []
         self._offering = asyncio.Lock()
 
@@ -123,12 +125,14 @@ class BoundedRun(OfBudget):
         for place, one in enumerate(messages):
             if one.state == "interrupted":
                 messages[place] = replace(one, state="complete")
-        question = self._last.question(ctx, messages)
+        question = last_question(ctx, messages, self._output_type, self._outputs.append)
         ending = await kit.run_awaited(self.session.close(messages, question, partial=partial))
         for one in ending.new:
             one.run_id = ctx.run_id
         messages[:] = ending.history
-        return ending.text or "" if self._last.is_text else self._last.output
+        if self._is_text:
+            return ending.text or ""
+        return self._outputs[-1] if self._outputs else None
 
     # The loop
 

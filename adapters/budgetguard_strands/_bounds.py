@@ -11,17 +11,14 @@ from budgetguard_core.kit import part
 _LEAST = {"OpenAIResponsesModel": 16}
 """The smallest bound that a provider takes, where it is more than one."""
 
-# Where each model's settings keep the bound: at the top, in the parameters of the request, or in
-# settings of their own.
-_AT_THE_TOP = {
+# Where the settings of each model keep the bound: at the top, or in the parameters of the request.
+_PLACES: dict[str, str | tuple[str, ...]] = {
     "AnthropicModel": "max_tokens",
     "BedrockModel": "max_tokens",
     "LlamaAPIModel": "max_completion_tokens",
     "MistralModel": "max_tokens",
     "OllamaModel": "max_tokens",
     "WriterModel": "max_tokens",
-}
-_IN_PARAMS = {
     "GeminiModel": ("max_output_tokens",),
     "LlamaCppModel": ("max_tokens",),
     "LiteLLMModel": ("max_tokens", "max_completion_tokens"),
@@ -54,11 +51,12 @@ def bounded(model: Any, tokens: int) -> Any:
         tokens = max(tokens, _LEAST.get(name, 1))
         if name == "SageMakerAIModel":
             return _with(model, "payload_config", model.payload_config, "max_tokens", tokens)
-        if name in _AT_THE_TOP:
-            return _with(model, "config", config, _AT_THE_TOP[name], tokens)
-        if name in _IN_PARAMS:
+        place = _PLACES.get(name)
+        if isinstance(place, str):
+            return _with(model, "config", config, place, tokens)
+        if place is not None:
             params: Mapping[str, Any] = config.get("params") or {}
-            key = next((one for one in _IN_PARAMS[name] if one in params), _IN_PARAMS[name][0])
+            key = next((one for one in place if one in params), place[0])
             if _is_lower(params.get(key), tokens):
                 return model
             return _with(model, "config", config, "params", {**params, key: tokens})
@@ -67,10 +65,8 @@ def bounded(model: Any, tokens: int) -> Any:
 
 def can_be_set(model: Any) -> bool:
     """Return whether the name of a model can be set: one of Strands' own, that has one."""
-    kinds = {*_AT_THE_TOP, *_IN_PARAMS}
-    return model_name(model) is not None and any(
-        kind.__name__ in kinds for kind in type(model).__mro__
-    )
+    kinds = (kind.__name__ for kind in type(model).__mro__)
+    return model_name(model) is not None and any(kind in _PLACES for kind in kinds)
 
 
 def named(model: Any, name: str) -> Any:

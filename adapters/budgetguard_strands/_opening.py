@@ -8,8 +8,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from budgetguard_core import Budget, BudgetExceeded, Guard, Outcome, Snapshot, Trip, kit
+from budgetguard_core import (
+    Budget,
+    BudgetExceeded,
+    ConfigurationError,
+    Guard,
+    Outcome,
+    Snapshot,
+    Trip,
+    kit,
+)
 from budgetguard_core.kit import Envelope, Frame, Run
+from budgetguard_strands._messages import DIALECT
 from budgetguard_strands.questions import answers_to, ask
 
 KEY = "budgetguard"
@@ -41,33 +51,54 @@ class ByIdentity(Generic[_V]):
         self._values.pop(id(key), None)
 
 
-LAST: ByIdentity[Outcome] = ByIdentity()
+OUTCOMES: ByIdentity[Outcome] = ByIdentity()
 """The outcome of the last run, by its agent, swarm or graph, and by the metrics of its results."""
+TRIPS: ByIdentity[Trip] = ByIdentity()
+"""The stop of the last run of each."""
+NODES: ByIdentity[Any] = ByIdentity()
+"""The `OrchestratorRun` that a node's executor is a part of, while the node is at work."""
+OPENERS: ByIdentity[Opener] = ByIdentity()
+"""The budget of each agent, swarm and graph that is bounded: an agent has one."""
 
 
 class Opened(NamedTuple):
     """A run that has begun."""
 
-    run: Run
-    resumed: bool
-    """It goes on from one that paused."""
+    session: kit.Session
     inside: bool
     """It is a part of another one."""
     shared: bool
     """Its guard was given, and nothing of it is reset."""
-    of_node: bool
-    """It is that of a swarm's or graph's node."""
+    node: Any
+    """The run of the swarm or graph that it is a node of; None elsewhere."""
+
+
+def note(target: Any, outcome: Outcome) -> None:
+    """Note the outcome of a target's run."""
+    OUTCOMES.set(target, outcome)
+    metrics = getattr(target, "event_loop_metrics", None)
+    if metrics is not None:
+        OUTCOMES.set(metrics, outcome)
+
+
+def note_end(target: Any, at: Any, outcome: Outcome) -> None:
+    """Note how the run of a target ended.
+
+    Raises:
+        BudgetExceeded: The caller asked for it, or the stop is that of the run around.
+    """
+    note(target, outcome)
+    run, trip = at.run, at.run.trip
+    if trip is None:
+        return
+    TRIPS.set(target, trip)
+    goes_through = at.inside and run.is_of_the_run_around(trip)
+    if at.node is None and (goes_through or (run.is_to_raise and not at.inside)):
+        raise BudgetExceeded(trip, outcome)
 
 
 class Opener:
-    """One provider's budget, its runs and their endings.
-
-    Attributes:
-        outcomes: The outcome of the last run of each agent, swarm and graph.
-        trips: The stop of the last run of each.
-        nodes: The run that a node's executor is a part of, while the node is at work.
-        corrections: The correction for the next node of a run of a swarm or graph.
-    """
+    """One provider's budget, and its runs."""
 
     def __init__(self, envelope: Envelope | None = None, resume: Any = None) -> None:
         # What is a part of a run of this provider has no caps of its own. Without an envelope all
@@ -76,10 +107,24 @@ class Opener:
         self.envelope = envelope or self._part
         self._resume = resume
         self._own: weakref.WeakSet[Run] = weakref.WeakSet()
-        self.outcomes: ByIdentity[Outcome] = ByIdentity()
-        self.nodes: ByIdentity[Run] = ByIdentity()
-        self.trips: ByIdentity[Trip] = ByIdentity()
-        self.corrections: weakref.WeakKeyDictionary[Run, str] = weakref.WeakKeyDictionary()
+
+    def take(self, target: Any) -> bool:
+        """Take an agent, swarm or graph; return whether it had no budget before.
+
+        Raises:
+            ConfigurationError: It has another one already.
+        """
+        known = OPENERS.get(target)
+        if known is None or known is JOINING:
+            OPENERS.set(target, self)
+            return known is None
+        guard = self.envelope.budget
+        if known is not self and not (isinstance(guard, Guard) and guard is known.envelope.budget):
+            raise ConfigurationError(
+                f"{type(target).__name__} must have one provider, got a second one. Put a budget "
+                "around both with a swarm, a graph, or guard.activate()."
+            )
+        return False
 
     async def open(
         self,
@@ -90,7 +135,6 @@ class Opener:
         user_spoke: bool,
         waits: bool = False,
         given: Any = None,
-        beside: Any = None,
     ) -> Opened:
         """Open a run; the budget of the invocation takes the place of the provider's own.
 
@@ -101,15 +145,11 @@ class Opener:
             user_spoke: It begins with new words of the user's.
             waits: It goes on in the object that waited for a person.
             given: The input of the run, where that is known.
-            beside: The run of another provider on the same target. The two are no part of each
-                other; only within a third run, what both count is one call of it.
         """
-        for known in (self.outcomes, self.trips, LAST):
+        for known in (TRIPS, OUTCOMES):
             known.pop(target)
-        node = self.nodes.get(target)
-        around: Any = kit.FRAME.get() if node is None else node.frame()
-        if beside is not None:
-            around = beside.frame if beside.inside else beside.frame.above
+        node = NODES.get(target)
+        around: Any = kit.FRAME.get() if node is None else node.run.frame()
         with kit.entered(around):
             frame = kit.current()
             inside = frame is not None and frame.run is not None
@@ -140,31 +180,8 @@ class Opener:
             run, resumed = await kit.run_awaited(opening)
         kit.take_answers(run, answers_to(target))
         self._own.add(run)
-        shared = isinstance(envelope.budget, Guard)
-        return Opened(run, resumed, inside, shared, node is not None)
-
-    def note(self, target: Any, outcome: Outcome) -> None:
-        """Note the outcome of a target's run."""
-        self.outcomes.set(target, outcome)
-        LAST.set(target, outcome)
-        metrics = getattr(target, "event_loop_metrics", None)
-        if metrics is not None:
-            LAST.set(metrics, outcome)
-
-    def ended(self, target: Any, at: Any, outcome: Outcome) -> None:
-        """Note how the run of a target ended.
-
-        Raises:
-            BudgetExceeded: The caller asked for it, or the stop is that of the run around.
-        """
-        self.note(target, outcome)
-        run, trip = at.run, at.run.trip
-        if trip is None:
-            return
-        self.trips.set(target, trip)
-        goes_through = at.inside and run.is_of_the_run_around(trip)
-        if not at.of_node and (goes_through or (run.is_to_raise and not at.inside)):
-            raise BudgetExceeded(trip, outcome)
+        session = kit.Session(run, DIALECT, resumed=resumed)
+        return Opened(session, inside, isinstance(envelope.budget, Guard), node)
 
     def _given(self, invocation_state: Mapping[str, Any] | None) -> Envelope:
         given = (invocation_state or {}).get(KEY)
@@ -183,6 +200,10 @@ class Opener:
                 return True
             frame = frame.above
         return False
+
+
+JOINING = Opener()
+"""The budget of an agent without one: it spends that of the run around it, and of nothing else."""
 
 
 def entry(status: str, snapshot: Snapshot) -> dict[str, Any]:

@@ -9,20 +9,21 @@ from contextvars import Token
 from dataclasses import replace
 from typing import Any
 
-from opentelemetry.context import Context
 from strands.hooks import AfterInvocationEvent
 from strands.types._events import EventLoopStopEvent
 
-from budgetguard_core import AdapterError, Outcome, Snapshot, Trip, kit
-from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall, Session
+from budgetguard_core import Outcome, Snapshot, Trip, kit
+from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall
 from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
 from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
 
-_LOOK_EVERY = 64
+LOOK_EVERY = 64
 LIMIT = "Strands' own limit ended the run"
 _RESUME = "Call the agent again, or give its session to a new agent, under a fresh budget."
 _ANSWER = "Answer the interrupts: call the agent, or a new one with its session, with the answers."
+RUNS: ByIdentity[AgentRun] = ByIdentity()
+"""The run of each agent that has one."""
 # The agents that shorten the conversations of others, and when they did last: in which run, and
 # how many turns it had made.
 _summarizers: ByIdentity[tuple[str, int] | tuple[()]] = ByIdentity()
@@ -34,14 +35,14 @@ class AgentRun:
     A run has several attempts where a hook resumes the agent within one invocation.
 
     Attributes:
-        session: The life of the run.
-        inside, shared, of_node: As in `Opened`.
+        session, inside, shared, node: As in `Opened`.
         invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
         asked: The tool calls of the batch in flight. Uses are told apart by identity.
+        lineage: Every guard that its calls are charged to.
         bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
-        context: OpenTelemetry's context in which the last model call began.
+        cycle_span: The span of the cycle in flight.
         error: What left the run.
         paused: Its counters where it waits; None while it does not.
         inner: The frame of the run's code, between two of its steps.
@@ -51,20 +52,20 @@ class AgentRun:
     """
 
     def __init__(self, opened: Opened, agent: Any, invocation: tuple[Any, int]) -> None:
-        self.run, resumed, self.inside, self.shared, self.of_node = opened
-        self.session = Session(self.run, DIALECT, resumed=resumed)
+        self.session, self.inside, self.shared, self.node = opened
+        self.run = self.session.run
         self.invocation = invocation
         self.nudged: tuple[list[Any], object] = [], None
         self.resumed = self.is_left = False
         self.paused: Snapshot | None = None
         self.error: BaseException | None = None
         self.frame: Frame = self.run.frame()
-        self.context: Context | None = None
+        self.cycle_span: Any = None
         self.asked: list[tuple[Mapping[str, Any], OpenToolCall]] = []
         self.bodies: set[tuple[asyncio.AbstractEventLoop, kit.Scope]] = set()
         self.admitting = asyncio.Lock()
-        self._lineage = [one for nearest in self.run.guards for one in nearest.lineage]
-        self._warned = {one.run_id: len(one.warnings) for one in self._lineage}
+        self.lineage = [one for nearest in self.run.guards for one in nearest.lineage]
+        self._warned = {one.run_id: len(one.warnings) for one in self.lineage}
         self.begin_attempt()
         summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
         if summarizer is not None:
@@ -96,13 +97,12 @@ class AgentRun:
         """Forget what only the last attempt was about."""
         self.cycle = -1
         self.overflowed = self.recovered = self.cut_off = False
-        self._limit: Trip | None = None
         self._output: Any = None
         self.inner: Frame = self.frame
         self.token: Token[Frame | None] | None = None
         self.task: asyncio.Task[Any] | None = None
         self._cancelled = self.due = False
-        self._earlier = self._pieces = 0
+        self._earlier = self.pieces = 0
         self.begin_call(None)
 
     def begin_call(self, turn: ModelTurn | None) -> None:
@@ -112,7 +112,6 @@ class AgentRun:
         self.nudged = [], None
         self.turn = turn
         self.model: Any = None
-        self.copied: Any = None
         self.usage: Any = None
         self.written: list[str] = []
 
@@ -157,15 +156,20 @@ class AgentRun:
                 turn.piece(thought(event["delta"]))
             elif "event" in event and "metadata" in event["event"]:
                 self.usage = event["event"]["metadata"].get("usage") or self.usage
-        self.look()
+        self.piece()
+
+    def piece(self) -> None:
+        """Look at the clock once for many pieces.
+
+        An answer that is all there when it is late is paid, and kept.
+        """
+        self.pieces += 1
+        if self.pieces % LOOK_EVERY == 0:
+            self.look()
 
     def look(self) -> None:
-        """Look at the clock and for an abort, where the loop gets no turn to tell of them.
-
-        Once for many pieces: an answer that is all there when it is late is paid, and kept.
-        """
-        self._pieces += 1
-        if self._pieces % _LOOK_EVERY == 0 and self.run.has_to_end and not self.run.has_children:
+        """Look at the clock and for an abort, where the loop gets no turn to tell of them."""
+        if self.run.has_to_end and not self.run.has_children:
             self.due = self.run.check() is not None
 
     def cut(self) -> None:
@@ -188,7 +192,7 @@ class AgentRun:
     def warnings(self) -> list[dict[str, Any]]:
         """Return the warnings that were given since the last time, for the stream."""
         found: list[dict[str, Any]] = []
-        for guard in self._lineage:
+        for guard in self.lineage:
             given, known = guard.warnings, self._warned[guard.run_id]
             for name in given[known:]:
                 limit = getattr(guard.budget, name, None)
@@ -197,14 +201,6 @@ class AgentRun:
                 found.append({"run_id": guard.run_id, **facts})
             self._warned[guard.run_id] = len(given)
         return found
-
-    @property
-    def changes_requests(self) -> bool:
-        """True if requests are pruned, or a budget bounds completions or has a fallback model."""
-        every = [one.budget for one in self._lineage]
-        return self.run.envelope.prune is not None or any(
-            one.max_output_tokens_per_call or one.fallback_model for one in every
-        )
 
     # The end
 
@@ -218,10 +214,8 @@ class AgentRun:
             return None
         role = agent.messages[-1]["role"] if agent.messages else None
         if reason.startswith("limit_"):
-            self._limit = self.run.framework_limit(f"{LIMIT}: {reason}")
-            if self.run.is_enforced:
-                self.session.stop(self._limit)
-                return await self._stopped(agent, state, reason) if role == "user" else event
+            if self.session.framework_limit(f"{LIMIT}: {reason}") and role == "user":
+                return await self._stopped(agent, state, reason)
         elif reason == "cancelled" and self.run.is_enforced and role == "user":
             # Strands leaves the history of a run open that a person has cancelled.
             guard = self.run.guard
@@ -231,15 +225,10 @@ class AgentRun:
         return event
 
     async def stop(self, agent: Any, state: dict[str, Any]) -> Any:
-        """Close the history of a stopped run, and return the event that ends it.
-
-        Raises:
-            AdapterError: Nothing has stopped it.
-        """
-        trip = self.trip or self.run.check()
-        if trip is None:
-            raise AdapterError("a stopped run must have a trip, got none. Please report this.")
-        _seams.forget_interrupt(agent)
+        """Close the history of a stopped run, and return the event that ends it."""
+        trip: Any = self.trip or self.run.check()
+        if _seams.is_interrupted(agent):
+            _seams.forget_interrupt(agent)
         return await self._stopped(agent, state, str(trip.reason), "".join(self.written))
 
     async def _stopped(
@@ -297,14 +286,14 @@ class AgentRun:
     async def concluded(self, event: AfterInvocationEvent) -> Outcome:
         """End the run, after the session manager has kept it."""
         messages, session, result = event.agent.messages, self.session, event.result
-        error = self.error
-        if self._limit is not None:
-            session.stop(self._limit)
+        reason, error = "" if result is None else str(result.stop_reason), self.error
+        if reason.startswith("limit_"):
+            session.stop(self.run.framework_limit(f"{LIMIT}: {reason}"))
         elif self.trip is None and result is None:
             # A hook's before the loop, or of whoever closed the stream: on its way through a
             # `finally`.
             error = error or sys.exception()
-        elif self.trip is None and result is not None and result.stop_reason == "cancelled":
+        elif self.trip is None and reason == "cancelled":
             error = asyncio.CancelledError("the agent was cancelled")
         if session.ending is not None:
             # Its conversation manager may have shortened it since.
@@ -319,6 +308,12 @@ class AgentRun:
         if error is not None:
             kit.remember(error, outcome)
         return outcome
+
+
+def going_on(agent: Any) -> AgentRun | None:
+    """Return an agent's run; None where the budget came while it ran, and begins later."""
+    at = RUNS.get(agent)
+    return None if at is None or at.run.ended else at
 
 
 def is_stopped(agent: Any) -> bool:

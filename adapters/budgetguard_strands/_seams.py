@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeAlias
 
 from opentelemetry import trace
-from opentelemetry.context import Context
 from strands import Agent
 from strands.hooks import AfterInvocationEvent, BeforeToolCallEvent
 from strands.middleware import InvokeModelStage
@@ -37,27 +35,6 @@ FIRST = -1000.0
 LAST = 1000.0
 # Beside the ids of nodes, among which no such one is to be expected.
 _KEPT = "budgetguard.run"
-
-
-def join_runs_around(join: Callable[[Agent], None]) -> None:
-    """Call `join` with every agent of this process before each of its runs.
-
-    Strands 1.62 and before have no hook of all agents, and the tools that make agents give them
-    none. The class is wrapped once, and each run asks one context variable.
-    """
-    own = Agent.stream_async
-    if hasattr(own, "joins_runs_around"):
-        return
-
-    @functools.wraps(own)
-    def stream_async(self: Agent, *args: Any, **kwargs: Any) -> Any:
-        join(self)
-        return own(self, *args, **kwargs)
-
-    owner: Any = Agent
-    wrapped: Any = stream_async
-    wrapped.joins_runs_around = True
-    owner.stream_async = wrapped
 
 
 def has_model_middleware(agent: Agent) -> bool:
@@ -155,34 +132,24 @@ def results_before_interrupt(agent: Agent) -> list[tuple[Any, Any]]:
 
 def forget_interrupt(agent: Agent) -> None:
     """Take back that the agent waits for a person: its run was stopped."""
-    if agent._interrupt_state.activated:
-        agent._interrupt_state.deactivate()
+    agent._interrupt_state.deactivate()
 
 
 # Spans: Strands ends those of what answers or fails, and no others
 
 
-def end_spans(outer: trace.Span, known: Context | None, error: BaseException | None = None) -> None:
-    """End the spans that a cut run has left open within its own, the innermost first.
-
-    Args:
-        outer: The span around the run, which Strands ends.
-        known: The context that its last model call began in.
-        error: What came up through the run; None where it is left between two of its events, and
-            the span of what was going on is the current one.
-    """
-    found: list[trace.Span] = [] if error is not None else [trace.get_current_span()]
+def end_spans(outer: trace.Span, cycle: trace.Span | None, error: BaseException | None) -> None:
+    """End the spans of a cut cycle: those that what came up has passed, or the current one."""
+    found = [trace.get_current_span()]
     step = None if error is None else error.__traceback__
     while step is not None:
         frame = step.tb_frame
         if str(frame.f_globals.get("__name__")).startswith("strands."):
-            spans = [one for one in frame.f_locals.values() if isinstance(one, trace.Span)]
-            found = [*reversed(spans), *found]
+            own = [one for one in frame.f_locals.values() if isinstance(one, trace.Span)]
+            found = [*own, *found]
         step = step.tb_next
-    if known is not None:
-        found.append(trace.get_current_span(known))
-    for span in found:
-        if span is not outer and span.is_recording():
+    for span in (*found, cycle):
+        if span is not None and span is not outer and span.is_recording():
             span.end()
 
 
@@ -192,12 +159,8 @@ def probe(target: Any) -> None:
     Raises:
         AdapterError: This release lacks one.
     """
-    names = ["_interrupt_state"]
-    names += (
-        ["_append_messages", "_background_tasks", "_middleware_registry"]
-        if isinstance(target, Agent)
-        else []
-    )
-    missing = [f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name)]
-    if missing:
-        raise AdapterError(f"Strands must have {missing[0]}, got a release without. {_USE_ANOTHER}")
+    of_agents = ("_append_messages", "_background_tasks", "_middleware_registry")
+    for name in ("_interrupt_state", *(of_agents if isinstance(target, Agent) else ())):
+        if not hasattr(target, name):
+            where = f"{type(target).__name__}.{name}"
+            raise AdapterError(f"Strands must have {where}, got a release without. {_USE_ANOTHER}")

@@ -15,9 +15,10 @@ from strands.plugins import Plugin
 from budgetguard_core import AdapterError, Budget, Guard, Outcome, Snapshot
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of
 from budgetguard_core.kit import outcome as kit_outcome
-from budgetguard_strands._agents import AgentHooks
-from budgetguard_strands._opening import LAST, Opener
-from budgetguard_strands._orchestration import Orchestrators, is_a
+from budgetguard_strands._agents import attach as attach_agent
+from budgetguard_strands._opening import OUTCOMES, Opener
+from budgetguard_strands._orchestration import attach as attach_orchestrator
+from budgetguard_strands._orchestration import is_a
 
 DEFAULT_MAX_ITERATIONS = 25
 """The cap of a provider that is given neither a budget nor a guard."""
@@ -30,8 +31,8 @@ class BudgetHookProvider(Plugin):
 
     Also a plugin (`Agent(..., plugins=[provider])`), and attached to what exists already:
     `provider.attach(agent)`, or a swarm or graph, whose nodes then spend one budget together.
-    Agents that an agent uses as tools spend its budget by themselves; an agent made inside a tool
-    does when it is given the same provider.
+    Agents that run inside of a bounded run spend its budget by themselves. An agent, swarm or
+    graph has one provider.
 
     One agent can serve runs under different budgets: a `Budget` or `Guard` in
     `invocation_state["budgetguard"]` takes the place of the provider's own for that invocation.
@@ -70,8 +71,6 @@ class BudgetHookProvider(Plugin):
     ) -> None:
         default = Budget(max_iterations=DEFAULT_MAX_ITERATIONS)
         self._opener = Opener(envelope_of(budget, default=default, **options), resume)
-        self._agents = AgentHooks(self._opener)
-        self._orchestrators = Orchestrators(self._opener, self._agents.install)
         # Nothing that Strands finds by itself: all is registered in `init_agent`.
         super().__init__()
 
@@ -98,12 +97,13 @@ class BudgetHookProvider(Plugin):
         Raises:
             AdapterError: The target is something else, or this release of Strands has no place
                 for the guard.
+            ConfigurationError: Another provider bounds it already.
         """
         known: Any = target
         if is_a(known, Agent):
-            self._agents.install(known)
+            attach_agent(known, self._opener)
         elif is_a(known, Graph, Swarm):
-            self._orchestrators.install(known)
+            attach_orchestrator(known, self._opener)
         else:
             raise AdapterError(
                 f"target must be an Agent, Swarm or Graph, got {type(target).__name__}, which has "
@@ -113,7 +113,7 @@ class BudgetHookProvider(Plugin):
 
     def outcome(self, target: Agent | MultiAgentBase) -> Outcome | None:
         """Return the outcome of the last run of an agent, swarm or graph; None before its end."""
-        return self._opener.outcomes.get(target)
+        return OUTCOMES.get(target)
 
 
 def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Outcome:
@@ -125,5 +125,5 @@ def outcome(target: Agent | MultiAgentBase | AgentResult | BaseException) -> Out
     Raises:
         AdapterError: None is known: it had no budget, or the run is not over.
     """
-    found = LAST.get(target) or LAST.get(getattr(target, "metrics", None))
+    found = OUTCOMES.get(target) or OUTCOMES.get(getattr(target, "metrics", None))
     return kit_outcome(target) if found is None else found

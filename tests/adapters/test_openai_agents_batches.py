@@ -14,6 +14,7 @@ from agents import (
     ComputerProvider,
     ComputerTool,
     ModelBehaviorError,
+    RunState,
     ShellTool,
     StopAtTools,
     tool_namespace,
@@ -179,6 +180,47 @@ async def test_a_computer_that_was_cut_has_a_picture_that_says_so(mode):
     guard = Guard(Budget())
     result = await go(mode, agent, hooks=BudgetHooks(guard))
     assert pictures(result.to_input_list()) == {"c1": picture_of(OUTCOME_UNKNOWN)}
+
+
+class Cut(RawModel):
+    """Stops the run in its second call, once."""
+
+    guard = Guard(Budget())
+
+    async def _wait(self) -> None:
+        if self.calls == 1 and self.guard.trip is None:
+            self.guard.abort("enough")
+            await asyncio.get_running_loop().create_future()
+
+    async def get_response(self, *args: Any, **facts: Any) -> Any:
+        await self._wait()
+        return await super().get_response(*args, **facts)
+
+    async def stream_response(self, *args: Any, **facts: Any) -> Any:
+        await self._wait()
+        async for event in super().stream_response(*args, **facts):
+            yield event
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", ["handoff", *KINDS])
+@modes
+async def test_the_state_of_a_run_that_was_cut_is_read_again(mode, kind):
+    bodies: list[str] = []
+    first = call_of("function" if kind == "handoff" else kind, 1)
+    if kind == "handoff":
+        first.name, first.arguments = "transfer_to_other", "{}"
+    model = Cut([first], [text_item("Done.")])
+    agent = agent_with(bodies, [kind] if kind in KINDS else [])
+    agent.model = model
+    agent.handoffs = [Agent(name="other", model=model)] if kind == "handoff" else []
+    guard = model.guard = Guard(Budget())
+    result = await go(mode, agent, hooks=BudgetHooks(guard))
+    assert outcome(result).stop_reason is StopReason.ABORTED
+    state = await RunState.from_string(agent, result.to_state().to_string())
+    again = await go(mode, agent, state, hooks=BudgetHooks(Budget(max_iterations=3)))
+    assert again.final_output == "Done."
+    assert len(bodies) == (kind != "handoff")
 
 
 @pytest.mark.parametrize("kind", ["shell", "local_shell", "apply_patch", "computer"])

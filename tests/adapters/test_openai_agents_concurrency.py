@@ -19,25 +19,6 @@ RUNS = 50
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.anyio
-@modes
-async def test_50_runs_on_one_guard_are_exact_together(mode):
-    bodies: list[str] = []
-    agent = agent_of(calls("search", "search"), tools=[tool("search", bodies)])
-    guard = Guard(Budget(max_model_calls=130, max_tool_calls=170))
-    results = await asyncio.gather(
-        *(go(mode, agent, hooks=BudgetHooks(guard)) for _ in range(RUNS))
-    )
-    assert script_of(agent).calls == guard.usage.model_calls <= 130
-    assert len(bodies) == guard.usage.tool_calls == 170
-    assert guard.usage.total_tokens == 120 * guard.usage.model_calls
-    assert guard.open_calls() == ()
-    for result in results:
-        assert outcome(result).status == "terminated"
-        assert not unpaired(result.to_input_list())
-
-
 @pytest.mark.slow
 @pytest.mark.anyio
 @modes
@@ -61,18 +42,6 @@ async def test_50_runs_with_a_guard_each_on_one_agent_do_not_mix(mode):
         assert result.tool_input_guardrail_results == []
     assert len(bodies) == sum(1 + n % 7 for n in range(RUNS))
     assert not search.tool_input_guardrails
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_runs_started_with_one_hooks_object_do_not_share_anything():
-    agent = agent_of(calls("search"), tools=[tool("search", [])])
-    hooks = BudgetHooks(Budget(max_iterations=3))
-    results = await asyncio.gather(
-        *(bounded_run(agent, "Go.", budget=hooks.envelope.budget, hooks=hooks) for _ in range(RUNS))
-    )
-    assert script_of(agent).calls == 3 * RUNS
-    assert len({outcome(result).run_id for result in results}) == RUNS
 
 
 def test_threads_with_a_loop_each_share_a_guard():

@@ -1,5 +1,7 @@
 """Runs made of everything at once: kinds of tools, caps, ways in, faults, sessions, moments.
 
+Each goes on after a stop or a question up to three times: by its session, its list or its state.
+
 The model and the bodies of the tools count for themselves. By hand, any number of seeds:
 `BUDGETGUARD_SEEDS=5000`.
 """
@@ -12,7 +14,8 @@ import random
 from typing import Any
 
 import pytest
-from agents import Agent, ModelBehaviorError, Runner, UserError, function_tool
+from agents import Agent, ModelBehaviorError, Runner, RunState, UserError, function_tool
+from agents.models.fake_id import FAKE_RESPONSES_ID
 from openai.types.responses import ResponseFunctionToolCall
 
 from budgetguard_core import Budget, Guard
@@ -25,7 +28,7 @@ from strict_openai_server import Refused, check_responses_input
 
 pytestmark = pytest.mark.anyio
 ENTRIES = (*MODES, "run_sync")
-EXTRA = ("broken", "ask", "handoff")
+EXTRA = ("broken", "ask", "handoff", "send")
 CAPS = (
     {"max_iterations": 3},
     {"max_model_calls": 4},
@@ -70,15 +73,15 @@ class FuzzModel(RawModel):
 
 
 class Case:
-    """One run, drawn from a seed."""
+    """One run and those that go on from it, drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
-        draw = random.Random(seed)
+        self.draw = draw = random.Random(seed)
         self.bodies: list[str] = []
         # It passes when the test moves the clock, at the moment that was drawn.
         self.clock = ManualClock()
-        self.budget = Budget(**draw.choice(CAPS), loop_detection=None, max_seconds=0.05)
-        self.guard = Guard(self.budget, clock=self.clock)
+        self.given: Any = "Go."
+        self.answers = 0
         self.entry = draw.choice(ENTRIES)
         self.session = MemorySession("s") if draw.random() < 0.6 else None
         self.kinds = draw.sample(KINDS, draw.randint(1, 3))
@@ -94,14 +97,13 @@ class Case:
         self.below = FuzzModel(
             [call_of("function", f"b{seed}")], [text_item("Below.")], usage=(60, 20)
         )
-        self.model.guard = self.guard
         self.model.clock = self.below.clock = self.clock
         kind = draw.choice([None, None, "error", "abort", "deadline"])
         self.model.fault = None if kind is None else (kind, draw.randint(0, 4))
         if draw.random() < 0.3:
             # The tool's own run gets it instead.
-            self.below.guard, self.below.fault = self.guard, self.model.fault
-            self.model.fault = None
+            self.below.fault, self.model.fault = self.model.fault, None
+        self.renew()
         worker = Agent(name="worker", model=self.below, tools=[box["function"]])
         other = Agent(name="other", model=self.model, tools=[])
 
@@ -109,7 +111,13 @@ class Case:
             self.bodies.append("broken")
             raise ValueError("no disk")
 
+        def send() -> str:
+            self.bodies.append("send")
+            return "sent"
+
         tools = [box[one] for one in self.kinds if one != "mcp"]
+        if "send" in extra:
+            tools.append(function_tool(send, needs_approval=True))
         if "broken" in extra:
             tools.append(function_tool(broken))
         if "ask" in extra:
@@ -130,11 +138,34 @@ class Case:
         kind, number = draw.choice(kinds), next(self.numbers)
         if kind in KINDS:
             return call_of(kind, number)
-        name = {"broken": "broken", "ask": "ask", "handoff": "transfer_to_other"}[kind]
+        name = "transfer_to_other" if kind == "handoff" else kind
         arguments = '{"input": "?"}' if kind == "ask" else "{}"
         return ResponseFunctionToolCall(
             call_id=f"c{number}", name=name, arguments=arguments, type="function_call"
         )
+
+    def renew(self) -> None:
+        """Begin a run under a fresh guard."""
+        self.budget = Budget(**self.draw.choice(CAPS), loop_detection=None, max_seconds=0.05)
+        self.guard = self.model.guard = self.below.guard = Guard(self.budget, clock=self.clock)
+        self.calls_before = self.model.calls + self.below.calls
+        self.bodies_before = len(self.bodies)
+
+    async def goes_on(self, result: Any) -> None:
+        """Set what the next run is given."""
+        state = None
+        if result.interruptions or self.draw.random() < 0.4:
+            state = result.to_state()
+            for item in result.interruptions:
+                answer = state.approve if self.draw.random() < 0.7 else state.reject
+                answer(item)
+                self.answers += 1
+            if self.draw.random() < 0.5:
+                state = await RunState.from_string(self.agent, state.to_string())
+        if not result.interruptions:
+            self.renew()
+        told = [*result.to_input_list(), {"role": "user", "content": "Go on."}]
+        self.given = state or (told if self.session is None else "Go on.")
 
 
 async def ran(case: Case) -> tuple[Any, BaseException | None]:
@@ -143,36 +174,54 @@ async def ran(case: Case) -> tuple[Any, BaseException | None]:
     try:
         if case.entry == "run_sync":
             return await asyncio.to_thread(ran_sync, case, hooks), None
-        return await go(case.entry, case.agent, session=case.session, hooks=hooks), None
+        return await go(case.entry, case.agent, case.given, session=case.session, hooks=hooks), None
     except (ProviderError, ModelBehaviorError, UserError) as error:
         return None, error
 
 
 def ran_sync(case: Case, hooks: BudgetHooks) -> Any:
     with own_loop():
-        return Runner.run_sync(case.agent, "Go.", session=case.session, hooks=hooks)
+        return Runner.run_sync(case.agent, case.given, session=case.session, hooks=hooks)
 
 
 @pytest.mark.sample(11)
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_whatever_comes_together_the_budget_holds(seed):
     case = Case(seed)
+    for number in range(4):
+        result, raised = await ran(case)
+        await check(case, result, raised, is_first=number == 0)
+        if result is None or outcome(result).status == "completed":
+            return
+        await case.goes_on(result)
+
+
+async def check(case: Case, result: Any, raised: BaseException | None, *, is_first: bool) -> None:
     guard, budget = case.guard, case.budget
-    result, raised = await ran(case)
     found = outcome(raised if result is None else result)
-    calls = case.model.calls + case.below.calls
+    calls = case.model.calls + case.below.calls - case.calls_before
     usage = guard.usage
     assert usage.model_calls == calls
     assert calls <= min(budget.max_model_calls or 99, budget.max_iterations or 99)
     # An agent that is a tool has no body that writes itself down.
-    assert usage.tool_calls == len(case.bodies) + guard.tool_counts.get("ask", 0)
+    begun = len(case.bodies) - case.bodies_before
+    if found.status == "paused" and guard.trip is not None:
+        # What waits for a person in a run that was stopped meanwhile keeps its place.
+        begun += len(result.interruptions)
+    assert usage.tool_calls == begun + guard.tool_counts.get("ask", 0)
     assert usage.tool_calls <= (budget.max_tool_calls or 99)
     if budget.max_total_tokens is not None:
         assert usage.total_tokens <= budget.max_total_tokens + 100
     assert usage.reserved_tokens == 0
+    # No completed call is made again.
+    once = [body for body in case.bodies if body not in ("send", "broken")]
+    assert len(once) == len(set(once))
     # What a limit had stopped already is a terminated run, whatever leaves it then.
     assert raised is None or found.status == ("failed" if guard.trip is None else "terminated")
-    assert found.status in ("completed", "terminated", "failed")
+    assert found.status in ("completed", "terminated", "failed", "paused")
+    if found.status == "paused":
+        assert result.interruptions
+        return
     assert not unpaired(found.messages)
     if result is None:
         return
@@ -187,12 +236,17 @@ async def test_whatever_comes_together_the_budget_holds(seed):
         stored = await case.session.get_items()
         assert not unpaired(stored)
         _check(stored)
-        assert len(stored) == len(history)
+        # Of a run that completed the SDK gives what is new.
+        assert len(stored) == len(history) or not is_first
 
 
 def _check(items: Any) -> None:
-    # Items of local tools have forms of their own.
-    known = [one for one in items if str(one.get("type", "message")).startswith(("func", "mess"))]
+    # Items of local tools have forms of their own, and the SDK sends no id that it made up.
+    known = [
+        {name: value for name, value in one.items() if value != FAKE_RESPONSES_ID}
+        for one in items
+        if str(one.get("type", "message")).startswith(("func", "mess"))
+    ]
     try:
         check_responses_input(known)
     except Refused as why:

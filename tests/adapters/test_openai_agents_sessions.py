@@ -28,7 +28,6 @@ from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.kit import entered, part
 from budgetguard_core.testing import Reply
 from budgetguard_openai_agents import BudgetHooks, _sessions, outcome
-from budgetguard_openai_agents._sessions import compare
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_raw import RawModel, call_of, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
@@ -253,47 +252,6 @@ def call(call_id: str, output: str | None = None) -> Any:
     if output is None:
         return {"type": "function_call", "call_id": call_id, "name": "a", "arguments": "{}"}
     return {"type": "function_call_output", "call_id": call_id, "output": output}
-
-
-@pytest.mark.parametrize(
-    ("stored", "history", "before", "missing"),
-    [
-        ([], [said("user", "a")], 0, [0]),
-        ([said("user", "a")], [said("user", "a"), said("assistant", "b")], 0, [1]),
-        ([said("user", "x"), said("user", "a")], [said("user", "a")], 1, []),
-        # A call that was saved without its siblings.
-        (
-            [said("user", "a"), call("1"), call("1", "r")],
-            [said("user", "a"), call("1"), call("2"), call("1", "r"), call("2", "n")],
-            0,
-            [2, 4],
-        ),
-        # The same id in an earlier turn is another call.
-        (
-            [call("1"), call("1", "r"), said("assistant", "b")],
-            [said("user", "a"), call("1"), call("1", "s")],
-            3,
-            [0, 1, 2],
-        ),
-        # What was said in an earlier turn is no answer of this one.
-        (
-            [said("user", "a"), said("assistant", "b"), said("user", "c")],
-            [said("user", "c"), said("assistant", "b")],
-            2,
-            [1],
-        ),
-        (
-            [said("user", "a"), said("assistant", "b"), said("user", "a")],
-            [said("user", "a"), said("assistant", "b")],
-            2,
-            [1],
-        ),
-    ],
-)
-def test_what_a_session_lacks(stored, history, before, missing):
-    found = compare(stored, history)
-    assert len(found.before) == before
-    assert found.missing == [history[n] for n in missing]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 6])

@@ -148,13 +148,6 @@ def test_a_graph_in_a_tool_spends_the_budget_of_the_agent():
     assert outcome(result).usage.model_calls == 6
 
 
-def test_two_layers_on_one_guard_count_once():
-    guard = Guard(Budget(max_iterations=3))
-    agent = endless(BudgetCapability(guard))
-    ran(agent, capabilities=[BudgetCapability(guard)])
-    assert (guard.usage.model_calls, agent.model.answers.calls) == (3, 3)
-
-
 def test_a_budget_of_the_run_inside_that_of_the_agent():
     agent = endless(BudgetCapability(Budget(max_iterations=5)))
 

@@ -24,13 +24,6 @@ from budgetguard_core.testing import Call, Reply, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
 from strands_agents import StrictModel, check_request
 
-try:
-    import strands.background_tasks
-except ImportError:  # releases before 1.62
-    BACKGROUND = False
-else:
-    BACKGROUND = strands.background_tasks is not None
-
 SEEDS = int(os.environ.get("BUDGETGUARD_SEEDS", "120"))
 PARTS = 8
 GO_ON = {"role": "user", "content": [{"text": "And now?"}]}
@@ -237,7 +230,7 @@ def within(world: World, budget: Budget, usage: Any, before: tuple[int, int], se
 
 def check_agent(world: World, seed: int) -> None:
     session, asks = world.chance(0.5), world.chance(0.3)
-    world.background = BACKGROUND and not asks and world.chance(0.15)
+    world.background = not asks and world.chance(0.15)
     budget = world.budget()
     shared = world.chance(0.3)
     given = Guard(budget) if shared else budget

@@ -60,16 +60,6 @@ def test_on_its_own_it_has_no_budget(counter):
     assert fresh.calls == 9
 
 
-def test_activate_bounds_an_agent_that_nobody_gave_a_budget(counter):
-    BudgetHookProvider().attach(made(sticky()))
-    script = sticky()
-    guard = Guard(Budget(max_model_calls=4))
-    agent = made(script, counter.tool)
-    with guard.activate():
-        assert agent("Go.").stop_reason == "max_model_calls"
-    assert script.calls == 4
-
-
 def test_a_provider_that_comes_later_takes_its_place(counter):
     script = sticky()
     worker = made(script, counter.tool)

@@ -273,6 +273,16 @@ def test_the_outcome_of_a_graph_is_on_the_exception():
     assert outcome_of(raised.value) is not None
 
 
+@pytest.mark.parametrize("kind", ["graph", "swarm"])
+def test_what_the_detector_stops_in_a_node_is_not_completed(kind):
+    provider = BudgetHookProvider(Budget(max_iterations=50))
+    node = made(sends(30), send_tool([]), name="one")
+    whole = provider.attach(one_node(kind, node))
+    assert whole("Tell them.").status.value == "failed"
+    found = provider.outcome(whole)
+    assert (found.status, found.stop_reason) == ("terminated", StopReason.NO_PROGRESS)
+
+
 # Persons and hooks
 
 
@@ -336,23 +346,3 @@ def test_the_approved_call_of_a_batch_with_a_trip_runs(place, counter, tmp_path)
     assert len(counter.started) == 1
     assert result.stop_reason == "max_tool_calls"
     assert is_valid(at)
-
-
-def test_a_call_that_a_person_rejects_is_no_tool_call():
-    sent = []
-    provider = BudgetHookProvider(Budget(max_tool_calls=1))
-    script = Script(
-        [
-            calls(Call("send", "a")),
-            calls(Call("send", "b")),
-            says("Done."),
-        ]
-    )
-    agent = made(script, send_tool(sent), hooks=[Asks(), provider])
-    result = agent("Go.")
-    result = agent(answers(result, "no"))
-    assert result.stop_reason == "interrupt"
-    result = agent(answers(result, "yes"))
-    assert sent == ["b"]
-    assert result.stop_reason == "end_turn"
-    assert provider.outcome(agent).usage.tool_calls == 1

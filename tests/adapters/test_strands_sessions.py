@@ -10,8 +10,8 @@ from strands.agent.conversation_manager import SlidingWindowConversationManager
 from strands.hooks import BeforeInvocationEvent
 from strands.session import FileSessionManager
 
-from budgetguard_core import Budget, Guard
-from budgetguard_core.testing import Call, ManualClock, Script, calls, says
+from budgetguard_core import Budget
+from budgetguard_core.testing import Call, Script, calls, says
 from budgetguard_strands import BudgetHookProvider
 from strands_agents import Counter, check_request, in_new_process, made, run, strict
 
@@ -99,54 +99,6 @@ def test_a_hook_that_speaks_first_is_heard(counter):
     assert [one["content"][0] for one in agent.messages if one["role"] == "user"][-1] == {
         "text": "The hook's words."
     }
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_guards_that_stop_together_append_one_message(way, counter):
-    clocks = [ManualClock(), ManualClock()]
-
-    def late(value: str = "") -> str:
-        for clock in clocks:
-            clock.advance(60)
-        return "late"
-
-    from strands import tool
-
-    guards = [Guard(Budget(max_seconds=30), clock=clock) for clock in clocks]
-    agent = strict(
-        Script([calls("late")]),
-        tool(name="late", description="Late.")(late),
-        hooks=[BudgetHookProvider(guard) for guard in guards],
-    )
-    assert run(agent, "Go.", way)[0].stop_reason == "max_seconds"
-    synthetic = [one for one in agent.messages if (one.get("metadata") or {}).get("synthetic")]
-    assert len(synthetic) == 1
-    check_request([*agent.messages, GO_ON])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_guards_that_are_aborted_together_append_one_message(way):
-    import asyncio
-
-    from strands import tool
-
-    guards = [Guard(Budget(max_iterations=9)), Guard(Budget(max_iterations=9))]
-
-    @tool
-    async def hang() -> str:
-        """Hangs."""
-        for guard in guards:
-            guard.abort("enough")
-        await asyncio.Event().wait()
-        return ""
-
-    hooks = [BudgetHookProvider(guard) for guard in guards]
-    agent = strict(Script([calls("hang")]), hang, hooks=hooks)
-    assert run(agent, "Go.", way)[0].stop_reason == "aborted"
-    synthetic = [one for one in agent.messages if (one.get("metadata") or {}).get("synthetic")]
-    assert len(synthetic) == 1
-    check_request([*agent.messages, GO_ON])
-    assert [guard.trip is not None for guard in guards] == [True, True]
 
 
 CHILD = """

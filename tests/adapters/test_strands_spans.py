@@ -197,13 +197,6 @@ def test_after_a_stop_that_goes_through_agents_as_tools(spans, way, counter):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_after_a_stop_of_two_providers(spans, way, counter):
-    hooks = [BudgetHookProvider(Budget(max_iterations=cap)) for cap in (2, 3)]
-    result, _ = run(made(sticky(), counter.tool, hooks=hooks), "Go.", way)
-    assert result.stop_reason == "max_iterations"
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_after_a_stop_in_a_graph(spans, way, counter):
     builder = GraphBuilder()
     for name in "ab":

@@ -429,8 +429,6 @@ class Hooks(StrandsDriver):
         return agent, agent
 
     def agent_tool(self, scenario: Scenario, spec: ScriptedTool, sub_agent: SubAgent) -> Any:
-        if not hasattr(Agent, "as_tool"):  # the oldest releases
-            return super().agent_tool(scenario, spec, sub_agent)
         child = self.sub_agent(scenario, sub_agent, [])
         child.hooks.add_callback(BeforeInvocationEvent, lambda event: scenario.start(spec))
         return child.as_tool(name=spec.name)

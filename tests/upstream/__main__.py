@@ -115,6 +115,8 @@ class Checkout:
                 f"its suite ended with {ran.returncode} and no result: see {self.folder}"
             )
         found: dict[str, str] = json.loads(results.read_text())
+        if not found:
+            raise Unavailable(f"none of its tests can be imported: see {self.folder}")
         return found
 
 

@@ -67,9 +67,27 @@ SUITES: dict[str, Suite] = {
         "openai-agents",
         "openai-agents",
         ("openai_agents.hooks", "openai_agents.bounded_run", "openai_agents.activate"),
-        needs=(*_PYTEST, "inline-snapshot", "aiosqlite", "cryptography", "fakeredis", "fastapi"),
+        needs=(
+            *(*_PYTEST, "inline-snapshot", "aiosqlite", "cryptography", "fakeredis", "fastapi"),
+            *("httpx", "websockets", "aiohttp", "SQLAlchemy[asyncio]", "redis", "pymongo"),
+            *("litellm", "docker", "graphviz", "numpy"),
+        ),
         sample=("tests/test_agent_runner.py", "tests/test_agent_runner_streamed.py"),
-        leave_out=("tests/realtime", "tests/sandbox", "tests/voice", "tests/docs"),
+        leave_out=(
+            *("tests/realtime", "tests/sandbox", "tests/voice", "tests/docs"),
+            # They read files that are in the repository alone.
+            *(
+                f"tests/test_{name}.py"
+                for name in (
+                    "check_optional_truthiness",
+                    "release_automation",
+                    "released_api_contract",
+                    "run_config",
+                    "run_state_compatibility_corpus",
+                    "update_rclone_pin",
+                )
+            ),
+        ),
     ),
     "strands-agents": Suite(
         "strands-agents",
@@ -95,9 +113,14 @@ SUITES: dict[str, Suite] = {
             "anyio",
             "aiohttp",
             "http-snapshot",
+            "hypothesis",
+            "opentelemetry-sdk",
+            "time-machine",
         ),
         # They ask a mock server that is built elsewhere.
         leave_out=("tests/api_resources",),
+        # As its own options have it: its mocks are httpx's.
+        options=("-p", "tests._alias_httpx"),
     ),
     "google-genai": Suite(
         "google-genai", "http", _HTTP, needs=_PYTEST, tests=("google/genai/tests",)

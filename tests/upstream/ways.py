@@ -77,40 +77,52 @@ def _langgraph_middleware() -> None:
     __import__("langchain.agents").agents.create_agent = create_agent
 
 
+def _openai_agents() -> Any:
+    """Import the adapter, which the suite's fixture uninstalls before each test."""
+    import agents.run
+
+    import budgetguard_openai_agents as ours
+
+    reset = agents.run.set_default_agent_runner
+
+    def set_default_agent_runner(runner: Any) -> None:
+        reset(runner)
+        ours.install()
+
+    agents.run.set_default_agent_runner = set_default_agent_runner
+    return ours
+
+
 def _openai_agents_hooks() -> None:
-    from agents.run import AgentRunner
+    from agents import Runner
 
-    from budgetguard_openai_agents import BudgetHooks
+    ours = _openai_agents()
 
-    def hooked(run: Callable[..., Any]) -> Callable[..., Any]:
-        def with_hooks(*args: Any, **options: Any) -> Any:
-            if options.get("hooks") is None:
-                options["hooks"] = BudgetHooks(BUDGET)
-            return run(*args, **options)
-
-        return with_hooks
+    def hooked(run: Made) -> Made:
+        return lambda *args, hooks=None, **options: run(
+            *args, hooks=ours.BudgetHooks(BUDGET, hooks), **options
+        )
 
     for name in ("run", "run_sync", "run_streamed"):
-        _wrapped(AgentRunner, name, hooked)
+        _wrapped(Runner, name, hooked)
 
 
 def _openai_agents_bounded_run() -> None:
     from agents import Runner
 
-    import budgetguard_openai_agents as ours
+    ours = _openai_agents()
+    for name in ("run", "run_sync", "run_streamed"):
+        begin = getattr(ours, f"bounded_{name}")
 
-    for name, bounded in (
-        ("run", ours.bounded_run),
-        ("run_sync", ours.bounded_run_sync),
-        ("run_streamed", ours.bounded_run_streamed),
-    ):
-        _wrapped(
-            Runner,
-            name,
-            lambda run, bounded=bounded: (
-                lambda cls, agent, *args, **options: bounded(agent, *args, budget=BUDGET, **options)
-            ),
-        )
+        def bounded(run: Made, begin: Made = begin) -> Made:
+            def with_budget(cls: Any, agent: Any, *args: Any, **options: Any) -> Any:
+                if isinstance(options.get("hooks"), ours.BudgetHooks):
+                    return run(cls, agent, *args, **options)
+                return begin(agent, *args, budget=BUDGET, **options)
+
+            return with_budget
+
+        _wrapped(Runner, name, bounded)
 
 
 def _strands_provider() -> None:
@@ -152,7 +164,7 @@ WAYS: dict[str, Way] = {
     "langgraph.activate": Way(_imported("budgetguard_langgraph"), active=True),
     "openai_agents.hooks": Way(_openai_agents_hooks),
     "openai_agents.bounded_run": Way(_openai_agents_bounded_run),
-    "openai_agents.activate": Way(_imported("budgetguard_openai_agents"), active=True),
+    "openai_agents.activate": Way(_openai_agents, active=True),
     "strands.provider": Way(_strands_provider),
     "strands.activate": Way(_imported("budgetguard_strands"), active=True),
     "http.install": Way(_http),
