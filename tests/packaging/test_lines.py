@@ -12,7 +12,7 @@ CORE = "budgetguard_core"
 AREAS = {
     "engine": ([f"{CORE}/*.py"], 8_736, 7_200),
     "kit": ([f"{CORE}/kit/**/*.py"], 6_448, 5_400),
-    "ledger": ([f"{CORE}/ledger/**/*.py"], 3_309, 2_600),
+    "ledger": ([f"{CORE}/ledger/**/*.py"], 3_310, 2_600),
     "breakers": ([f"{CORE}/breakers/**/*.py"], 1_300, 1_300),
     "profiles, telemetry, handoff": (
         [f"{CORE}/{name}/**/*.py" for name in ("profiles", "telemetry", "handoff")],
