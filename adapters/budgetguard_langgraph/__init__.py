@@ -37,18 +37,17 @@ __all__ = [
     "resume_stream",
 ]
 
-# What needs more than LangGraph, and what has to be installed for it.
-_LAZY = {
-    "BudgetMiddleware": ("LangChain", "langchain"),
-    "bounded_executor": ("langchain-classic", "langchain_classic"),
-}
-# The second is named as what it has: where its framework is missing, `from ... import` looks for a
+# What needs more than LangGraph: what has to be installed for it, and the file that has it. The
+# second is named as what it has: where its framework is missing, `from ... import` looks for a
 # module of that name, whose error names the command that installs it.
-_FILES = {"BudgetMiddleware": "middleware", "bounded_executor": "bounded_executor"}
+_LAZY = {
+    "BudgetMiddleware": ("LangChain", "langchain", "middleware"),
+    "bounded_executor": ("langchain-classic", "langchain_classic", "bounded_executor"),
+}
 
 del _ambient, _first
 
-for _name, (_, _module) in _LAZY.items():
+for _name, (_, _module, _) in _LAZY.items():
     if find_spec(_module) is None:
         __all__.remove(_name)  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -58,10 +57,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    framework, module = _LAZY[name]
+    framework, module, file = _LAZY[name]
     try:
         with required(framework, module=module, extra="langchain"):
-            found = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+            found = getattr(import_module(f"{__name__}.{file}"), name)
     except ModuleNotFoundError as error:
         # So that `hasattr` says no.
         raise AttributeError(str(error), name=name) from error

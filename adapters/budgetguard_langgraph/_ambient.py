@@ -10,9 +10,8 @@ from typing import Any, Final, cast
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 
-from budgetguard_core import Guard
 from budgetguard_core.kit import FRAME, Frame, Run, current
-from budgetguard_langgraph._run import GraphRun, Stretch
+from budgetguard_langgraph._run import Stretch
 from budgetguard_langgraph._seams import graph_of_manager
 from budgetguard_langgraph.callback import BudgetCallback
 
@@ -26,23 +25,10 @@ class _Callbacks:
         self.known: OrderedDict[str, BudgetCallback] = OrderedDict()
 
 
-class FoundCallback(BudgetCallback):
-    """A callback that nobody passes on: LangChain finds it by where the code is."""
-
-    def let_go(self) -> None:
-        """Forget a run that is over: this callback lives as long as its agent or guard."""
-        self._last = None
-
-    def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Leave to others what was opened inside: it is a part of the guard already."""
-        guard = self.envelope.budget
-        if owner is None or not isinstance(guard, Guard):
-            return False
-        return any(guard in one.lineage for one in owner.run.guards)
-
-
-class _FrameCallback(FoundCallback):
+class _FrameCallback(BudgetCallback):
     """The callback of whatever is around the code: an `activate` block, another adapter's run."""
+
+    is_found = True
 
     def _open(self, **facts: Any) -> Run:
         """Begin a run on the guard itself where it is active in a block, and no run is around."""

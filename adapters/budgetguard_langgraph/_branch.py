@@ -8,6 +8,7 @@ from typing import Any, Final
 from langchain_core.messages import AIMessage, ToolMessage
 
 from budgetguard_core.kit import OpenToolCall, Prompt, Run, ToolCall, ToolCalls
+from budgetguard_langgraph._models import tool_call
 
 _KINDS: Final = {
     "Error: Failed to parse structured output": "invalid structured answer",
@@ -73,7 +74,7 @@ class Branch:
         if was_answered and message is not None and results:
             ran = {(one.id, one.name) for one in self._run.guard.tool_calls}
             for one in message.tool_calls:
-                call = ToolCall(name=one["name"], arguments=one["args"], id=one["id"])
+                call = tool_call(one)
                 is_rejected = call.id in results and (call.id, call.name) not in ran
                 if is_rejected and call.name not in handoffs:
                     self._report(call, results[call.id], "rejected")

@@ -42,7 +42,6 @@ from budgetguard_langgraph._models import (
     written,
 )
 from budgetguard_langgraph._run import (
-    OWNERS,
     GraphRun,
     ModelCallInFlight,
     RunId,
@@ -132,7 +131,7 @@ def _apart(graph_run: GraphRun, run_id: RunId, parent: RunId | None) -> Any:
 def _take_back_siblings(graph_run: GraphRun) -> None:
     """Take back the other prompts of a `generate`: all of them start before the first is sent."""
     while type(frame := current()) is Stretch and frame.graph_run is graph_run:
-        flight = _model_call(frame)
+        flight = frame.landed(ModelCallInFlight)
         if flight is None:
             break
         flight.turn.take_back()
@@ -151,17 +150,9 @@ def measure_token(record: Stretch, text: str, chunk: Any) -> Trip | None:
     return run.check() if run.aborted or run.time_left() == 0 else None
 
 
-def _model_call(record: Stretch) -> ModelCallInFlight | None:
-    flight = record.flight
-    if not isinstance(flight, ModelCallInFlight) or OWNERS.pop(record.key, None) is None:
-        return None
-    record.leave()
-    return flight
-
-
 def end_model_call(record: Stretch, response: LLMResult) -> None:
     """Charge a model call that answered, and keep what it asked for."""
-    flying, graph_run = _model_call(record), record.graph_run
+    flying, graph_run = record.landed(ModelCallInFlight), record.graph_run
     if flying is None:
         return
     run, turn, branch = graph_run.run, flying.turn, flying.branch
@@ -198,7 +189,7 @@ def end_model_call(record: Stretch, response: LLMResult) -> None:
 
 def fail_model_call(record: Stretch, error: BaseException) -> None:
     """Charge a model call that failed or was cancelled."""
-    flying = _model_call(record)
+    flying = record.landed(ModelCallInFlight)
     if flying is not None:
         record.graph_run.has_failed(flying.place)
         flying.turn.failed(error)
@@ -296,19 +287,9 @@ def _trip_of(graph_run: GraphRun, refused: OpenToolCall) -> Trip:
     return run.check() or Trip(reason=reason, violations=(violation,), run_id=run.guard.run_id)
 
 
-def _tool_call(record: Stretch) -> OpenToolCall | None:
-    OWNERS.pop(record.key, None)
-    call = record.flight
-    if record.closed or not isinstance(call, OpenToolCall):
-        return None
-    record.leave()
-    record.graph_run.tool_ended()
-    return call
-
-
 def _cancelled(record: Stretch) -> None:
     """Note that the task of a tool call ended before it: its outcome is unknown."""
-    call, graph_run = _tool_call(record), record.graph_run
+    call, graph_run = record.landed(OpenToolCall), record.graph_run
     if call is not None:
         graph_run.interrupted.append(call)
         if graph_run.run.ended or graph_run.root is None:
@@ -317,7 +298,7 @@ def _cancelled(record: Stretch) -> None:
 
 def end_tool_call(record: Stretch, output: Any) -> None:
     """Settle a tool call that returned."""
-    call, graph_run = _tool_call(record), record.graph_run
+    call, graph_run = record.landed(OpenToolCall), record.graph_run
     if call is None:
         return
     run = graph_run.run
@@ -341,7 +322,7 @@ def fail_tool_call(record: Stretch, error: BaseException) -> Trip | None:
         The stop of a run of another adapter in the tool, by a limit of this one: as our own it
         ends the graph in good order.
     """
-    call, graph_run = _tool_call(record), record.graph_run
+    call, graph_run = record.landed(OpenToolCall), record.graph_run
     if call is None:
         return None
     run = graph_run.run
@@ -392,22 +373,19 @@ def _message_in(output: Any) -> ToolMessage | None:
 
 
 def _result(output: object) -> object:
-    """Make something of a result that can be compared: what a command changes, not its ids."""
-    if isinstance(output, Command):
-        command = cast("Any", output)
-        update: Any = command.update
-        known = isinstance(update, dict)
-        changes: dict[str, Any] = dict(cast("dict[str, Any]", update)) if known else {"": update}
-        return {
-            "goto": str(command.goto),
-            "update": {str(name): _text(value) for name, value in changes.items()},
-        }
-    return output
+    """Return a result that can be compared: of a command what it changes, without ids."""
+    if not isinstance(output, Command):
+        return output
+    command = cast("Any", output)
+    return {"goto": str(command.goto), "update": _text(command.update)}
 
 
 def _text(value: Any) -> str:
     if isinstance(value, BaseMessage):
         return str(value.content)
+    if isinstance(value, dict):
+        named = cast("dict[str, Any]", value)
+        return str({name: _text(one) for name, one in named.items()})
     if isinstance(value, list):
         return str([_text(one) for one in cast("list[Any]", value)])
     return str(value)

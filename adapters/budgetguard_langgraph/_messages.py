@@ -209,12 +209,7 @@ def answered(
 ) -> list[list[StateUpdate]] | None:
     """Return the updates that answer the calls that a run left open; None where none is.
 
-    Args:
-        graph: The graph.
-        key: The channel of the conversation.
-        state: The thread, with what finished siblings wrote in it.
-        left: The thread before. Of a run that failed or was killed it does not tell which calls
-            had started.
+    Of a run that failed or was killed the thread does not tell which calls had started.
     """
     messages = messages_of(state.values, key)
     ended = outcome_of(left)

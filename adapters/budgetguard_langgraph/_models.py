@@ -179,14 +179,16 @@ def unusable_in(message: BaseMessage | None) -> list[tuple[ToolCall, str, str]]:
     return found
 
 
+def tool_call(call: Any) -> ToolCall:
+    """Return a tool call of an answer, in the kit's words."""
+    return ToolCall(name=call["name"], arguments=call["args"], id=call["id"])
+
+
 def calls_of(message: BaseMessage | None) -> tuple[list[ToolCall], list[ToolCall]]:
     """List the tool calls of an answer: those that are to run, and those the provider ran."""
     if not isinstance(message, AIMessage):
         return [], []
-    asked = [
-        ToolCall(name=call["name"], arguments=call["args"], id=call["id"])
-        for call in message.tool_calls
-    ]
+    asked = [tool_call(call) for call in message.tool_calls]
     return asked, [] if isinstance(message.content, str) else list(_hosted(message))
 
 

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 from uuid import UUID
 
 from langchain_core.messages import BaseMessage
@@ -68,6 +68,9 @@ class ModelCallInFlight:
     reported: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
 
 
+_Flight = TypeVar("_Flight", ModelCallInFlight, OpenToolCall)
+
+
 class Stretch(Frame):
     """A stretch of a LangChain run, from its start hook to its end: a chain, a model call, a tool.
 
@@ -96,8 +99,8 @@ class Stretch(Frame):
         self.forget: Callable[[], object] | None = None
         before = FRAME.get()
         self.before = _open(before) if type(before) is Stretch and before.closed else before
+        self.key: int | str = run_id.int if type(run_id) is UUID else str(run_id)
         if run_id is not None:
-            self.key: int | str = run_id.int if type(run_id) is UUID else str(run_id)
             OWNERS[self.key] = self
             graph_run.stretches.add(self)
 
@@ -107,14 +110,26 @@ class Stretch(Frame):
         LangChain calls the end hooks of asynchronous code in another context: where this one was
         set it stays, and from now on stands for what was there before.
         """
-        self.graph_run.stretches.discard(self)
+        graph_run = self.graph_run
+        graph_run.stretches.discard(self)
+        OWNERS.pop(self.key, None)
         if self.forget is not None:
             self.forget()
+        if graph_run.idle is not None and not graph_run.tools:
+            graph_run.idle.set()
         self.closed = True
         self.above = before = self.before
         if FRAME.get() is self:
             # Also a chain that is over meanwhile: what it has begun is still a part of its run.
             FRAME.set(before)
+
+    def landed(self, kind: type[_Flight]) -> _Flight | None:
+        """Return the call of this kind that it is, once, and leave it."""
+        flight = self.flight
+        if self.closed or not isinstance(flight, kind):
+            return None
+        self.leave()
+        return flight
 
     @property
     def is_live(self) -> bool:
@@ -197,7 +212,7 @@ class GraphRun(Session):
         self.stopped_inside: Trip | None = None
         self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
         self.model_name: str | None = None
-        self._idle: threading.Event | None = None
+        self.idle: threading.Event | None = None
         self._first_steps: dict[RunId | None, Any] = {}
         self._replies: deque[str] = deque(maxlen=_REPLIES)
 
@@ -312,21 +327,15 @@ class GraphRun(Session):
 
     def wait_for_tools(self, seconds: float) -> None:
         """Block until no tool is in flight, at most so long."""
-        self._idle = threading.Event()
+        self.idle = threading.Event()
         if self.tools:
-            self._idle.wait(seconds)
-
-    def tool_ended(self) -> None:
-        """Notify whoever waits for the tools in flight."""
-        if self._idle is not None and not self.tools:
-            self._idle.set()
+            self.idle.wait(seconds)
 
     def forget_model_calls(self, error: BaseException, node: str = "") -> None:
         """Charge the model calls in flight, or those below a node: they report nothing."""
         for one in list(self.stretches):
             flight = one.flight
             if isinstance(flight, ModelCallInFlight) and str(flight.place).startswith(node):
-                OWNERS.pop(one.key, None)
                 flight.turn.failed(error)
                 one.leave()
 
@@ -349,9 +358,9 @@ class GraphRun(Session):
             calls.close()
         self.forget_model_calls(error or asyncio.CancelledError())
         for one in list(self.stretches):
-            OWNERS.pop(one.key, None)
             if one.flight is None:
                 one.leave()
+            OWNERS.pop(one.key, None)
         for inner in self.inner.values():
             inner.leave(error)
         self.inner.clear()
@@ -419,20 +428,12 @@ def record_of(run_id: RunId | None) -> Stretch | None:
     return OWNERS.get(run_id.int if type(run_id) is UUID else run_id)  # type: ignore[arg-type]
 
 
-def released(run_id: RunId) -> Stretch | None:
-    """Return what goes on under a run id, which is over now."""
-    return OWNERS.pop(run_id.int if type(run_id) is UUID else str(run_id), None)
-
-
 def owner_of(
     record: Stretch | None, parent_run_id: RunId | None, frame: Frame | None
 ) -> GraphRun | None:
     """Return the innermost run that a call in a frame belongs to, as far as it is known.
 
-    Args:
-        record: What is known of the call, or of the chain around it.
-        parent_run_id: The chain around it.
-        frame: The frame of its code.
+    The record is that of the call or of the chain around it.
     """
     if record is None and OWNERS:
         record = record_of(surrounding_run_id())
@@ -479,10 +480,9 @@ def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
 
 
 def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object] | None:
-    """Call back when the current task ends: a cancelled call reports no end.
+    """Call back when the current task ends, until what is returned is called.
 
-    Returns:
-        A function that takes it back; None outside of any task.
+    A cancelled call reports no end.
     """
     try:
         task = asyncio.current_task()
@@ -490,6 +490,9 @@ def when_task_ends(call_back: Callable[[], None]) -> Callable[[], object] | None
         return None
     if task is None:
         return None
-    ended: Callable[[object], None] = lambda _: call_back()  # noqa: E731
+
+    def ended(_: object) -> None:
+        call_back()
+
     task.add_done_callback(ended)
     return lambda: task.remove_done_callback(ended)

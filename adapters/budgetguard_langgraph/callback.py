@@ -43,7 +43,6 @@ from budgetguard_langgraph._run import (
     is_counted_below,
     owner_of,
     record_of,
-    released,
 )
 from budgetguard_langgraph._seams import (
     WaitingHook,
@@ -90,6 +89,8 @@ class BudgetCallback(BaseCallbackHandler):
 
     ends_elsewhere = False
     """Whether its one run was opened and is ended by somebody else."""
+    is_found = False
+    """Whether LangChain finds it by where the code is, as nobody passes it on."""
     ends_in_a_node = False
     """Whether a node of the graph itself writes it, which has to start for that."""
 
@@ -200,7 +201,6 @@ class BudgetCallback(BaseCallbackHandler):
         owner = record.graph_run
         if owner.opener is not self and owner.opened_by(self) is None:
             return None
-        released(run_id)
         record.leave()
         # The first callback that hears of it ends all runs that are this call.
         return self._end(run_id, owner, outputs, error) if record.run_id is owner.root else None
@@ -388,11 +388,16 @@ class BudgetCallback(BaseCallbackHandler):
         return self.envelope.open(**facts)
 
     def let_go(self) -> None:
-        """Forget a run that is over, where nobody asks for it: it is kept for `outcome`."""
+        """Forget a run that is over, where this lives as long as its agent or guard."""
+        if self.is_found:
+            self._last = None
 
     def _stands_back(self, owner: GraphRun | None) -> bool:
-        """Return whether this callback leaves the runs that it sees to others."""
-        return False
+        """Return whether what is opened inside is left to others: it is a part of the guard."""
+        guard = self.envelope.budget
+        if owner is None or not self.is_found or not isinstance(guard, Guard):
+            return False
+        return any(guard in one.lineage for one in owner.run.guards)
 
     def _own_loose_run(self) -> GraphRun:
         """Return the run of models and tools that are called on their own."""

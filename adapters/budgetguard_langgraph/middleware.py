@@ -31,7 +31,7 @@ from budgetguard_core.kit import (
     run_awaited,
     run_blocking,
 )
-from budgetguard_langgraph._ambient import FoundCallback, agents
+from budgetguard_langgraph._ambient import agents
 from budgetguard_langgraph._endings import question_to
 from budgetguard_langgraph._messages import is_synthetic
 from budgetguard_langgraph._run import GraphRun, owner_of
@@ -76,8 +76,8 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         super().__init__()
         self._around = budget is None
         envelope = envelope_of(budget, default=Budget(), **options)
-        self.callback = FoundCallback(envelope)
-        self.callback.ends_in_a_node = True
+        self.callback = BudgetCallback(envelope)
+        self.callback.is_found = self.callback.ends_in_a_node = True
         self.tools: Sequence[Any] = [report_progress] if envelope.may_ask_for_progress else []
 
     # The run

@@ -12,8 +12,9 @@ from langgraph.errors import GraphBubbleUp, GraphInterrupt
 from langgraph.types import Command, Interrupt
 
 from budgetguard_core import ConfigurationError
-from budgetguard_core.kit import NOT_EXECUTED, PAUSES, Envelope, LimitQuestion, ToolCall, current
+from budgetguard_core.kit import NOT_EXECUTED, PAUSES, Envelope, LimitQuestion, current
 from budgetguard_langgraph._branch import Branch
+from budgetguard_langgraph._models import tool_call
 from budgetguard_langgraph._pauses import Thread
 from budgetguard_langgraph._run import owner_of
 from budgetguard_langgraph._seams import APPROVALS, calls_to_approve, configuration
@@ -149,7 +150,7 @@ def _answered(
         if len(answer["decisions"]) != len(kept):
             return answer
     decisions = dict(zip(kept, answer["decisions"], strict=True))
-    going_on = {place: _tool_call(call) for place, call in enumerate(calls)}
+    going_on = {place: tool_call(call) for place, call in enumerate(calls)}
     for number, decision in decisions.items():
         place, kind = places[number], decision["type"]
         if kind == "reject":
@@ -157,7 +158,7 @@ def _answered(
             branch.without_body(going_on[place], text, "rejected")
         if kind == "edit":
             edited = {**decision["edited_action"], "id": calls[place]["id"]}
-            going_on[place] = _tool_call(edited)
+            going_on[place] = tool_call(edited)
         elif kind != "approve":
             del going_on[place]
     by_place = dict(zip(going_on, branch.admitted(list(going_on.values())), strict=True))
@@ -169,7 +170,3 @@ def _answered(
         branch.calls.postpone(record)
         decisions[number] = {"type": "reject", "message": refusal}
     return {**answer, "decisions": [decisions[number] for number in range(len(requests))]}
-
-
-def _tool_call(call: Any) -> ToolCall:
-    return ToolCall(name=call["name"], arguments=call["args"], id=call["id"])

@@ -204,14 +204,7 @@ def _has_ended(state: StateSnapshot, key: str | None) -> bool:
 
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
-    """Return whether a thread holds more than its tasks wrote, and the end of its conversation.
-
-    Args:
-        state: The thread as it is.
-        folded: Its end as the run wrote it; or the first checkpoint of that, which has what
-            finished tasks wrote.
-        key: The channel of the conversation.
-    """
+    """Return whether a thread holds more than a run wrote at its end, or at the begin of that."""
     messages, told = messages_of(state.values, key), messages_of(folded.values, key)
     if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
         return True

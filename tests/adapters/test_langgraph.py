@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Annotated, Any, TypedDict
 
-import langchain.agents.middleware.types
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelCallLimitMiddleware
@@ -330,8 +329,6 @@ def test_an_answer_does_not_begin_the_middleware_s_budget_anew(form):
 
 def test_another_process_goes_on_with_the_middleware_s_counters():
     """A new middleware, as in another process, takes the guard out of the checkpoint."""
-    if not hasattr(langchain.agents.middleware.types, "ExtendedModelResponse"):
-        pytest.skip("in this LangChain a middleware cannot add to the checkpoint of a model call")
     saver = InMemorySaver()
     script = Script([calls(Call("ask_person", "again?"))])
 

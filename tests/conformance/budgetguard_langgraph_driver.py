@@ -43,8 +43,6 @@ from conformance.outcomes import ended_with
 
 FAILED = "The model failed."
 REFUSED = "The person said no."
-# LangGraph's own limit was 25 super-steps up to 1.0; only `bounded` can raise it.
-HIGH = {"recursion_limit": 1000}
 
 
 def options_of(scenario):
@@ -590,7 +588,7 @@ class CallbackDriver(LangGraphDriver):
             for _ in range(2 if scenario.twice else 1)
         ]
         scenario.shared["callback"] = callbacks[0]
-        return graph, {**config, **HIGH, "callbacks": callbacks}
+        return graph, {**config, "callbacks": callbacks}
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
@@ -667,27 +665,9 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
         AgentMiddleware,
         HumanInTheLoopMiddleware,
         ModelCallLimitMiddleware,
+        ModelRetryMiddleware,
     )
     from langchain.agents.structured_output import ToolStrategy
-
-    class Retrying(AgentMiddleware):
-        """As `ModelRetryMiddleware`, which LangChain has since 1.1."""
-
-        def wrap_model_call(self, request, handler):
-            for _ in range(scenario.retries):
-                try:
-                    return handler(request)
-                except ProviderError:
-                    continue
-            return handler(request)
-
-        async def awrap_model_call(self, request, handler):
-            for _ in range(scenario.retries):
-                try:
-                    return await handler(request)
-                except ProviderError:
-                    continue
-            return await handler(request)
 
     class Swallowing(AgentMiddleware):
         def wrap_model_call(self, request, handler):
@@ -715,7 +695,14 @@ def create_agent_graph(scenario, script, tools, *, checkpointer=None, top=False,
     if scenario.swallowing and top:
         outer.append(Swallowing())
     if scenario.retries:
-        outer.append(Retrying())
+        retries = ModelRetryMiddleware(
+            max_retries=scenario.retries,
+            retry_on=(ProviderError,),
+            on_failure="error",
+            initial_delay=0,
+            jitter=False,
+        )
+        outer.append(retries)
     if scenario.own_limit is not None and top:
         limit = ModelCallLimitMiddleware(run_limit=scenario.own_limit, exit_behavior="end")
         outer.append(limit)
@@ -810,8 +797,8 @@ class MiddlewareDriver(LangGraphDriver):
 
     def attach(self, scenario, graph, config):
         if scenario.twice:
-            return graph, {**config, **HIGH, "callbacks": [BudgetCallback(scenario.guard)]}
-        return graph, {**config, **HIGH}
+            return graph, {**config, "callbacks": [BudgetCallback(scenario.guard)]}
+        return graph, config
 
     def report(self, scenario, graph, config, result, chunks, error):
         ran = super().report(scenario, graph, config, result, chunks, error)
