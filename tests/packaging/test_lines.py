@@ -21,7 +21,7 @@ AREAS = {
     ),
     "testing": ([f"{CORE}/testing/**/*.py"], 3_523, 3_000),
     "langgraph": (["adapters/budgetguard_langgraph/**/*.py"], 4_820, 2_700),
-    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_831, 2_200),
+    "openai_agents": (["adapters/budgetguard_openai_agents/**/*.py"], 2_833, 2_200),
     "strands": (["adapters/budgetguard_strands/**/*.py"], 2_052, 1_500),
     "loop": (["adapters/budgetguard_loop/**/*.py"], 2_100, 2_100),
     "pydantic_ai": (["adapters/budgetguard_pydantic_ai/**/*.py"], 810, 500),
