@@ -47,7 +47,8 @@ class SqliteStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._path = Path(path) if path is not None else _default_path()
+        default = Path.home() / ".budgetguard" / "checkpoints.sqlite3"
+        self._path = default if path is None else Path(path)
         self._is_memory = str(self._path) == _MEMORY
         if not self._is_memory:
             # The process may change its folder while the store is in use.
@@ -247,7 +248,3 @@ def _make_private(path: Path) -> None:
             mode = file.stat().st_mode
             if mode & 0o077:
                 file.chmod(mode & 0o700)
-
-
-def _default_path() -> Path:
-    return Path.home() / ".budgetguard" / "checkpoints.sqlite3"

@@ -7,16 +7,15 @@ import logging
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from budgetguard_cli import ledger
 from budgetguard_cli.calibrate import calibrate
 from budgetguard_cli.demo import demo
 from budgetguard_cli.doctor import doctor
-from budgetguard_cli.kill import kill, revive
 from budgetguard_cli.quickstart import quickstart
 from budgetguard_cli.replay import replay
 from budgetguard_cli.report import report
@@ -25,14 +24,32 @@ from budgetguard_cli.show import show
 from budgetguard_cli.watch import watch
 
 
-class _Commands(TyperGroup):
+class _Named:
+    """A command whose help names values, not the types of Python: `--max-seconds SECONDS`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = cast("Any", super()).get_params(ctx)
+        for param in params:
+            name = param.name.rpartition("_")[2].upper()
+            param.metavar = param.metavar or ("" if getattr(param, "is_flag", False) else name)
+            if isinstance(param, TyperArgument):
+                vars(param)["display_type_rich"] = _no_type
+        return params
+
+
+def _no_type(ctx: Any) -> None:
+    del ctx
+
+
+class _Command(_Named, TyperCommand):
+    """One command."""
+
+
+class _Commands(_Named, TyperGroup):
     """All commands, in panels in their help alone: an error stays one line for a script."""
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Write the help."""
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         self.rich_markup_mode = "rich"
-        for param in self.get_params(ctx):
-            param.metavar = ""  # else a column says that a flag is a bool
         super().format_help(ctx, formatter)
 
 
@@ -44,7 +61,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _ledger = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The ledger of all tenants."
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The ledger of all tenants: what they spent, and their ceilings.",
 )
 
 
@@ -74,19 +94,18 @@ def budgetguard(
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Start": (demo, quickstart, doctor),
+    "Start": (demo, quickstart, doctor, run),
     "Look": (show, watch, report),
     "Tune": (calibrate, replay),
-    "Tenants": (kill, revive),
+    "Tenants": (ledger.kill, ledger.revive),
 }
 for _panel, _functions in _PANELS.items():
     for _function in _functions:
-        app.command(rich_help_panel=_panel)(_function)
-    if _panel == "Start":
         # The arguments of a script are its own, not those of `run`.
-        _settings = {"allow_interspersed_args": False}
-        app.command(rich_help_panel=_panel, context_settings=_settings)(run)
-for _function in (ledger.show, ledger.reconcile, ledger.check, ledger.adopt):
-    _ledger.command()(_function)
-_ledger.command("set")(ledger.set_ceilings)
+        _settings = {"allow_interspersed_args": _function is not run}
+        app.command(cls=_Command, rich_help_panel=_panel, context_settings=_settings)(_function)
+_ledger.command(cls=_Command)(ledger.show)
+_ledger.command("set", cls=_Command)(ledger.set_ceilings)
+for _function in (ledger.reconcile, ledger.check, ledger.adopt):
+    _ledger.command(cls=_Command)(_function)
 app.add_typer(_ledger, name="ledger", rich_help_panel="Tenants")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -27,25 +27,22 @@ _UNNAMED = "default"
 
 @dataclass
 class Measured:
-    """The runs of one profile.
-
-    Attributes:
-        labelled: Somebody has looked: the completed runs are known to be healthy.
-        left_out: Runs that an exception left, that somebody aborted, or that wait.
-        unfinished: Runs whose log breaks off: they go on, or their process was killed.
-        figures: What each healthy run used, by dimension.
-        budget: The budget of the last run.
-        estimated: Runs whose tokens are estimates in part.
-    """
+    """The runs of one profile."""
 
     labelled: bool
+    """Somebody has looked: the completed runs are known to be healthy."""
     runs: int = 0
     stopped: Counter[str] = field(default_factory=Counter[str])
     left_out: int = 0
+    """Runs that an exception left, that somebody aborted, or that wait."""
     unfinished: int = 0
+    """Runs whose log breaks off: they go on, or their process was killed."""
     figures: dict[str, list[Figure]] = field(default_factory=dict[str, list[Figure]])
+    """What each healthy run used, by dimension."""
     budget: Budget | None = None
+    """The budget of the last run."""
     estimated: int = 0
+    """Runs whose tokens are estimates in part."""
 
     def add(self, run: Run) -> None:
         """Take in one run."""
@@ -104,21 +101,12 @@ class Measured:
 
     def plain(self) -> dict[str, Any]:
         """Return the counts for machines."""
-        return {
-            "runs": self.runs,
-            "used": self.usable,
-            "labelled": self.labelled,
-            "stopped": dict(sorted(self.stopped.items())),
-            "unfinished": self.unfinished,
-            "left_out": self.left_out,
-        }
+        same = ("runs", "labelled", "stopped", "unfinished", "left_out")
+        return {"used": self.usable, **{name: getattr(self, name) for name in same}}
 
 
 def calibrate(
     files: Logs,
-    profile: Annotated[
-        str, typer.Option("--profile", help="The profile of runs whose recording names none.")
-    ] = _UNNAMED,
     labelled: Annotated[
         bool,
         typer.Option(
@@ -133,7 +121,6 @@ def calibrate(
         typer.Option(
             help="With --check: a file of profiles; the caps that the runs were recorded under if "
             "left out.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -161,7 +148,7 @@ def calibrate(
     found, problems = read_runs(files)
     for run in found:
         if run.damaged is None:
-            groups.setdefault(run.root.profile or profile, Measured(labelled)).add(run)
+            groups.setdefault(run.root.profile or _UNNAMED, Measured(labelled)).add(run)
     if check:
         wrong = [_checked(name, groups[name], config, as_json) for name in sorted(groups)]
         if not groups:
@@ -184,7 +171,8 @@ def calibrate(
             )
         else:
             _show(name, group, proposals)
-            typer.echo(_toml(name, group, proposals), nl=False)
+            if proposals:
+                typer.echo(_toml(name, group, proposals))
     if not anything:
         refuse(
             f"nothing can be proposed: {FEWEST} runs of one profile that ended by themselves are "
@@ -230,7 +218,7 @@ def _show(name: str, group: Measured, proposals: Sequence[Proposal]) -> None:
         figures = map(figure, (spread.p50, spread.p95, spread.p99, spread.maximum, one.cap))
         rows.add_row(one.dimension, *figures, f"{one.exceeds:.2%}")
         interval = f"{figure(one.low)} to {figure(one.high)}"
-        notes.append(f"  {one.dimension}: {_basis(one)}, 95 % interval {interval}")
+        notes.append(f"  {one.dimension}: 95 % interval {interval}")
     for dimension, known in group.figures.items():
         if len(known) < group.usable:
             only = f"it is known of {len(known):,} of the runs only"
@@ -241,25 +229,22 @@ def _show(name: str, group: Measured, proposals: Sequence[Proposal]) -> None:
     say(rows, *notes, errors=True)
 
 
-def _toml(name: str, group: Measured, proposals: Iterable[Proposal]) -> str:
-    found = list(proposals)
-    if not found:
-        return ""
+def _toml(name: str, group: Measured, proposals: Sequence[Proposal]) -> str:
     lines = [
         f"# {group.usable} runs measured{'' if group.labelled else ', unlabelled'}"
-        f"{', provisional: measure more' if found[0].provisional else ''}.",
+        f"{', provisional: measure more' if proposals[0].provisional else ''}.",
         f"[profiles.{_quoted(name)}]",
         f'version = "calibrated-{group.usable}"',
     ]
-    for one in found:
+    for one in proposals:
         cap = group.whole_cap(one)
-        held = "" if cap == one.cap else ", and the reserve"
-        lines.append(f"{one.dimension} = {_in_toml(cap)}  # {_basis(one)}{held}")
+        basis = f"{one.factor:g} x {one.basis}" + (", and the reserve" if cap != one.cap else "")
+        lines.append(f"{one.dimension} = {_in_toml(cap)}  # {basis}")
     if group.reserve is not None:
         given = group.reserve.model_dump(exclude_unset=True, exclude_none=True)
         kept = ", ".join(f"{name} = {_in_toml(value)}" for name, value in given.items())
         lines.append(f"finalize_reserve = {{ {kept} }}")
-    return "".join(f"{line}\n" for line in (*lines, ""))
+    return "\n".join((*lines, ""))
 
 
 def _quoted(name: str) -> str:
@@ -270,10 +255,6 @@ def _quoted(name: str) -> str:
 
 def _in_toml(cap: Figure) -> str:
     return f'"{cap:f}"' if isinstance(cap, Decimal) else str(cap)
-
-
-def _basis(one: Proposal) -> str:
-    return f"{one.factor:g} x {one.basis}"
 
 
 def _sentence(one: Finding) -> str:

@@ -7,24 +7,16 @@ from decimal import Decimal
 from functools import partial
 from typing import TypeAlias
 
-from budgetguard_core import Budget, Guard, PriceBook, Trip, Usage
-from budgetguard_core.events import (
-    CallDelayed,
-    CircuitBreakerChanged,
-    RunEnded,
-    RunRestored,
-    RunStarted,
-    ToolCallsRequested,
-    ToolCallTurnedAway,
-    ToolMixUnusual,
-)
+from budgetguard_core import Budget, Guard, PriceBook, Trip, Usage, events
 from budgetguard_core.kit import Event, ModelCall
 from budgetguard_core.replay import Replay
 
-REFUSED = "tool_call_refused"
-"""The name under which calls are counted that a candidate with quotas would have refused."""
-
-_OF_BREAKERS = (CallDelayed, ToolCallTurnedAway, CircuitBreakerChanged, ToolMixUnusual)
+_OF_BREAKERS = (
+    events.CallDelayed,
+    events.ToolCallTurnedAway,
+    events.CircuitBreakerChanged,
+    events.ToolMixUnusual,
+)
 Amounts: TypeAlias = Counter[str]
 """The amounts of a run, spent or saved, by name; a difference is never below nothing."""
 _NAMES = ("model_calls", "tool_calls", "tokens", "cost_usd", "estimated_calls", "unpriced_calls")
@@ -63,7 +55,7 @@ class Counted:
 
     def apply(self, event: Event, *, is_root: bool) -> None:
         """Count the next event. A candidate that has stopped the run counts no more."""
-        resumes = is_root and isinstance(event, RunRestored)
+        resumes = is_root and isinstance(event, events.RunRestored)
         if resumes and self._replay is None and self.trip is None:
             self._replay = self._new()
         if self._replay is None:
@@ -78,7 +70,7 @@ class Counted:
             self._began = _of(self.usage)
         if root is not None and self._is_candidate:
             self.trip = root.trip
-        if root is not None and (self.trip or (is_root and isinstance(event, RunEnded))):
+        if root is not None and (self.trip or (is_root and isinstance(event, events.RunEnded))):
             # Guards of thousands of runs take memory.
             self._final, self._unreported, self._replay = root.usage, _model_calls(root), None
 
@@ -106,9 +98,9 @@ class Counted:
     def _count(self, event: Event) -> None:
         if isinstance(event, _OF_BREAKERS):
             self.refused[event.event] += 1
-        if isinstance(event, ToolCallsRequested) and self._quotas:
+        if isinstance(event, events.ToolCallsRequested) and self._quotas:
             refused = sum(call.decision == "refuse" for call in event.calls)
-            self.refused += Counter({REFUSED: refused})
+            self.refused += Counter({"tool_call_refused": refused})
 
 
 def _model_calls(guard: Guard) -> int:
@@ -117,9 +109,9 @@ def _model_calls(guard: Guard) -> int:
 
 def _enforced(event: Event) -> Event:
     """Return the beginning of a run that was only observed as that of one that is bounded."""
-    if isinstance(event, RunStarted):
+    if isinstance(event, events.RunStarted):
         return event.model_copy(update={"mode": "enforce"})
-    if isinstance(event, RunRestored):
+    if isinstance(event, events.RunRestored):
         snapshot = {**event.snapshot, "mode": "enforce", "trip": None, "observed": None}
         return event.model_copy(update={"snapshot": snapshot})
     return event

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from decimal import Decimal
+from importlib.util import find_spec
 from itertools import count
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -16,13 +21,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from budgetguard_cli.options import AsJson
-from budgetguard_cli.runaways import AGENTS, Agent, StickyAnswers, Tool
+from budgetguard_cli.quickstart import NEEDS, text_of
 from budgetguard_cli.screen import printable, refuse, table, write_json
-from budgetguard_core import Budget, Guard, PriceBook
+from budgetguard_core import Budget, Guard, Outcome, PriceBook
 from budgetguard_core.events import ModelCallAdmitted, ModelCallSettled, NudgeTaken
 from budgetguard_core.kit import Event, TokenUsage
 from budgetguard_core.pricing import to_usd
 from budgetguard_core.run_log import FOLDER
+from budgetguard_core.testing.scripted import Answers, Turn
 
 MODEL = "gpt-4o"
 CALLS_PER_MINUTE = 20
@@ -36,44 +42,94 @@ _BUDGET = Budget(
     max_cost_usd=Decimal("0.05"),
 )
 _WINDOW = 128_000
-_MADE = ("from budgetguard_core import Budget", "budget = Budget(max_iterations=25)")
 _LOG = "".join(
     f"2026-03-02 23:{minute:02}:07 deploy[4711]: waiting for the health check of web-{minute % 3}\n"
     for minute in range(14)
 )
 
 
-def _same() -> Tool:
-    return lambda path: f"{path}:\n{_LOG}"
-
-
-def _growing() -> Tool:
-    numbers = count(1)
-    return lambda path: f"{path}:\n{_LOG}attempt {next(numbers)} of the health check failed\n"
-
-
-_ACTS: dict[str, Callable[[], Tool]] = {
-    "The tool says the same thing every time": _same,
-    "The tool says something new every time": _growing,
+_ACTS = {
+    "The tool says the same thing every time": "",
+    "The tool says something new every time": "attempt {} of the health check failed\n",
 }
+
+
+CALL: Final = {"search": {"query": "deploy.log"}}
+_CHARACTERS_PER_TOKEN: Final = 4
+# An adapter that fails to stop its loop must fail, not hang.
+_MOST_CALLS: Final = 200
+
+
+class StickyAnswers(Answers):
+    """Answers everything with the same tool call, and counts the tokens of its growing prompt."""
+
+    def __init__(self, tool: Callable[[str], str]) -> None:
+        super().__init__([CALL])
+        self._tool = tool
+        self._size = len("Find it.")
+
+    def search(self, query: str) -> str:
+        """Search."""
+        text = self._tool(query)
+        self._size += len(text)
+        return text
+
+    def next(self) -> Turn:
+        """Take the next answer; after 200 calls it is a text."""
+        asked = len(json.dumps(CALL))
+        self.usage = TokenUsage(
+            self._size // _CHARACTERS_PER_TOKEN + 1, asked // _CHARACTERS_PER_TOKEN
+        )
+        self._size += asked
+        if self.calls >= _MOST_CALLS:
+            self.answers = ["I give up: nobody stopped me."]
+        return super().next()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The agent that `quickstart` writes for a framework."""
+
+    name: str
+    title: str
+
+    def is_installed(self) -> bool:
+        """Return whether its framework can be imported."""
+        return find_spec(NEEDS[self.name][0]) is not None
+
+    def run_away(self, answers: StickyAnswers, guard: Guard) -> Outcome | None:
+        """Run it with this model, and its tool, until the guard stops it."""
+        given = {"never_ends": answers, "budget": guard, "search": answers.search}
+        text = text_of(self.name)
+        text = re.sub("^(never_ends|budget) = .*", r"\1 = given['\1']", text, flags=re.MULTILINE)
+        text = text.replace('f"nothing about {query}"', "given['search'](query)")
+        with redirect_stdout(io.StringIO()):
+            exec(text, {"__name__": "agent", "given": given})  # noqa: S102 - a file of this package
+        return guard.outcome
+
+
+AGENTS: Final = (
+    Agent("langgraph", "A LangGraph graph"),
+    Agent("loop", "A plain Python loop"),
+    Agent("openai-agents", "OpenAI Agents SDK"),
+    Agent("pydantic-ai", "Pydantic AI"),
+    Agent("strands", "Strands Agents"),
+)
 
 
 @dataclass(slots=True)
 class Shown:
-    """The runaways of one agent, and how they ended.
-
-    Attributes:
-        failed: Why it did not show what it has to show.
-        by_morning: What the first would have cost had nobody stopped it.
-        details: What was seen on the way, line by line.
-    """
+    """The runaways of one agent, and how they ended."""
 
     agent: Agent
     calls: int = 0
     spent: Decimal = Decimal(0)
     failed: str = ""
+    """Why it did not show what it has to show."""
     by_morning: Decimal | None = None
+    """What the first would have cost had nobody stopped it."""
     details: list[str] = field(default_factory=list[str])
+    """What was seen on the way, line by line."""
 
 
 def demo(
@@ -96,26 +152,17 @@ def demo(
     Ends with 0, with 1 when a runaway was not stopped, and with 2 when a framework is not known.
     """
     known = [agent.name for agent in AGENTS]
-    unknown = [name for name in framework or () if name not in known]
-    if unknown:
-        refuse(f"--framework must be one of {', '.join(known)}, got {printable(unknown[0])}.")
+    for name in framework or ():
+        if name not in known:
+            refuse(f"--framework must be one of {', '.join(known)}, got {printable(name)}.")
     chosen = [agent for agent in AGENTS if not framework or agent.name in framework]
     shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
     if as_json:
         for one in shown:
-            write_json(
-                {
-                    "framework": one.agent.name,
-                    "calls": one.calls,
-                    "spent_usd": one.spent,
-                    "by_morning_usd": one.by_morning,
-                    "failed": one.failed or None,
-                }
-            )
+            told = {"framework": one.agent.name, "calls": one.calls, "failed": one.failed or None}
+            write_json({**told, "spent_usd": one.spent, "by_morning_usd": one.by_morning})
     else:
-        # FORCE_COLOR must not bring a cursor's codes into a file.
-        console = Console(force_terminal=None if sys.stdout.isatty() else False)
-        _print(console, shown, [agent.title for agent in chosen if not agent.is_installed()])
+        _print(shown, [agent.title for agent in chosen if not agent.is_installed()])
     if not shown or any(one.failed for one in shown):
         raise typer.Exit(1)
 
@@ -125,24 +172,20 @@ def run_agents(agents: Sequence[Agent], *, quick: bool = False) -> list[Shown]:
 
     The folder that `BUDGETGUARD_LOG` names is left alone: these runs are nobody's.
     """
+    os.environ.pop(FOLDER, None)
     shown = [Shown(agent) for agent in agents]
-    folder = os.environ.pop(FOLDER, None)
-    try:
-        for one in shown:
-            try:
-                for title in list(_ACTS)[: 1 if quick else None]:
-                    _run_away(one, title)
-            except Exception as error:
-                one.failed = one.failed or f"{type(error).__name__}: {error}"
-    finally:
-        if folder is not None:
-            os.environ[FOLDER] = folder
+    for one in shown:
+        try:
+            for title in list(_ACTS)[: 1 if quick else None]:
+                _run_away(one, title)
+        except Exception as error:
+            one.failed = one.failed or f"{type(error).__name__}: {error}"
     return shown
 
 
 def _run_away(shown: Shown, title: str) -> None:
     shown.details.append(f"{title}:")
-    used: list[TokenUsage] = []
+    used, attempts = list[TokenUsage](), count(1)
 
     def take(event: Event) -> None:
         nudge = event.message if isinstance(event, NudgeTaken) else None
@@ -153,7 +196,10 @@ def _run_away(shown: Shown, title: str) -> None:
         if isinstance(event, ModelCallSettled) and event.usage is not None:
             used.append(event.usage)
 
-    guard, answers = Guard(_BUDGET, sinks=[take]), StickyAnswers(_ACTS[title]())
+    def look(query: str) -> str:
+        return f"{query}:\n{_LOG}{_ACTS[title].format(next(attempts))}"
+
+    guard, answers = Guard(_BUDGET, sinks=[take]), StickyAnswers(look)
     outcome = shown.agent.run_away(answers, guard)
     if outcome is None:
         shown.failed = "the run ended without an outcome."
@@ -186,10 +232,6 @@ def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Decimal | N
 
     Its context grows with each call as measured, until the model's window is full; then the oldest
     messages are dropped.
-
-    Args:
-        calls: What each call of the run used, in order.
-        prices: Where the price comes from.
     """
     rates = prices.rates_for(MODEL)
     if rates is None or len(calls) < 2:
@@ -204,14 +246,18 @@ def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Decimal | N
     return to_usd(sum(rates.cost(TokenUsage(prompt, output)) for prompt in prompts))
 
 
-def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> None:
-    def say(text: str, indent: int = 0) -> None:
+def _print(shown: Sequence[Shown], missing: Sequence[str]) -> None:
+    # FORCE_COLOR must not bring a cursor's codes into a file.
+    console = Console(force_terminal=None if sys.stdout.isatty() else False)
+
+    def say(text: str) -> None:
         # A folded line keeps its indent.
-        console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
+        line = text.lstrip()
+        console.print(Padding(Text(line), (0, 0, 0, len(text) - len(line)), expand=False))
 
     say(
-        'The model of this demonstration answers everything with the tool call read_file("deploy'
-        f'.log"). It is a script in this process, priced as {MODEL}, a token for every four '
+        'The model of this demonstration answers everything with the tool call search("deploy.log'
+        f'"). It is a script in this process, priced as {MODEL}, a token for every four '
         "characters. Nothing leaves the machine."
     )
     if missing:
@@ -234,7 +280,7 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
         console.print()
         console.rule(one.agent.title, align="left", style="bold", characters="-")
         for line in one.details:
-            say(line.strip(), indent=len(line) - len(line.lstrip()))
+            say(line)
         if one.failed:
             say(f"FAILED: {printable(one.failed)}")
     console.print()
@@ -243,10 +289,4 @@ def _print(console: Console, shown: Sequence[Shown], missing: Sequence[str]) -> 
         say(f"FAILED: {', '.join(failed)}.")
         return
     say("Every runaway ended as a normal result. No exception, no call unaccounted for.")
-    console.print()
-    say("For an agent of your own, the budget and two lines:")
-    for lines in (_MADE, *((f"import {one.agent.adapter} as bg", one.agent.use) for one in shown)):
-        console.print()
-        for line in lines:
-            # A line that is folded could not be pasted.
-            console.print(Text(line), soft_wrap=True)
+    say(f"For an agent of your own: budgetguard quickstart {shown[0].agent.name} -o agent.py")

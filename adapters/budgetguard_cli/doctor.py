@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import pkgutil
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.machinery import FileFinder
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
-from rich.console import Console
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.table import Table
 
-from budgetguard_cli.declared import Entry, declared
 from budgetguard_cli.logs import is_there
 from budgetguard_cli.options import AsJson, LedgerUrl, ProfileName, missing_file
-from budgetguard_cli.screen import cell, printable, refuse, table, write_json
+from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
 from budgetguard_cli.source import Source, read_source
-from budgetguard_core import BudgetGuardError, PriceBook
+from budgetguard_core import BudgetGuardError, ConfigurationError, PriceBook
 from budgetguard_core.ledger import Ledger
 from budgetguard_core.profiles import Profiles, find_file, load_profile
 
+_OURS: Final = "budgetguard"
 _PROVIDER: Final = "<provider>"
 _AMBIENT: Final = "budgetguard_http"
 _LOOP: Final = "budgetguard_loop"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A module that calls models: one that an adapter covers, or one that nothing bounds."""
+
+    adapter: str
+    module: str
+    texts: Sequence[str] = ()
+    """It does other work, too: it counts where the script names one of these."""
+    distribution: str = ""
+    extra: str = ""
+    """The extra of ours that brings it, with its range of releases."""
+    gaps: Sequence[str] = ()
+    """What the adapter does not cover there."""
+    run_gaps: Sequence[str] = ()
+    """The same, of `budgetguard run` alone."""
+    why: str = ""
+    """Why it is not covered; empty where it is."""
+    instead: str = ""
+    """What to use then."""
+
+    @property
+    def installed(self) -> str | None:
+        """The release that is installed, or None."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def supported(self) -> SpecifierSet:
+        """The releases that our own metadata names; all where it names none."""
+        return _ranges().get((self.extra, self.distribution), SpecifierSet())
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at; a `problem` would not hold.
 
     Attributes:
-        status: `problem` is what would not hold.
         kind: What it is: framework, client, way, mix, model, ledger, profile or script; `run` is
             what concerns `budgetguard run` alone.
-        name: Which one.
-        detail: One sentence.
         version: The release that is installed, where it is a package.
     """
 
@@ -48,15 +86,12 @@ def doctor(
     script: Annotated[
         str | None,
         typer.Argument(
-            metavar="SCRIPT",
-            help="A Python script: what it imports is looked at, and nothing of it is run. "
-            "Without, everything that is installed.",
-            show_default=False,
+            help="Its imports are looked at, and nothing of it is run. Left out: everything that "
+            "is installed."
         ),
     ] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option(help="A model whose price is needed; again for more.", show_default=False),
+        list[str] | None, typer.Option(help="A model whose price is needed; again for more.")
     ] = None,
     profile: ProfileName = None,
     ledger: LedgerUrl = None,
@@ -87,20 +122,17 @@ def doctor(
             imports = ", ".join(sorted(source.modules)) or "none"
             detail = f"nothing known to call models is among its imports: {imports}."
             found.append(Finding("note", "script", script, detail))
-    found += [*_prices(models), *_profiles(profile)]
-    if ledger is not None:
-        found.append(_reached(ledger))
+    found += [*_prices(models), *_profiles(profile), *_reached(ledger)]
     if as_json:
         write_json(*map(asdict, found))
     else:
         looked = [script or "all that is installed", *(f"model {name}" for name in models)]
         looked += [f"profile {profile}"] if profile else []
         looked += ["the ledger"] if ledger is not None else []
-        typer.echo(f"Looked at: {printable(', '.join(looked))}.")
-        _print(one for one in found if one.kind != "run")
-        if any(one.kind == "run" for one in found):
-            typer.echo("\nUnder `budgetguard run` alone:")
-            _print(one for one in found if one.kind == "run")
+        say(f"Looked at: {', '.join(looked)}.", _table(one for one in found if one.kind != "run"))
+        of_run = [one for one in found if one.kind == "run"]
+        if of_run:
+            say("", "Under `budgetguard run` alone:", _table(of_run))
     if any(one.status == "problem" for one in found):
         raise typer.Exit(1)
 
@@ -193,18 +225,22 @@ def _prices(models: Iterable[str]) -> Iterator[Finding]:
             yield Finding("problem", "model", name, detail)
 
 
-def _reached(url: str) -> Finding:
+def _reached(url: str | None) -> Iterator[Finding]:
     """Reach for a ledger."""
+    if url is None:
+        return
     shown = url.partition("://")[0]
     try:
         with Ledger(url, timeout=5.0) as opened:
             if (file := missing_file(opened)) is not None:
-                detail = f"there is no file {file}. Make it with `budgetguard ledger set`."
-                return Finding("problem", "ledger", shown, detail)
+                raise ConfigurationError(
+                    f"there is no file {file}. Make it with `budgetguard ledger set`."
+                )
             opened.now()
     except BudgetGuardError as error:
-        return Finding("problem", "ledger", shown, str(error))
-    return Finding("ok", "ledger", shown, "it can be reached.")
+        yield Finding("problem", "ledger", shown, str(error))
+    else:
+        yield Finding("ok", "ledger", shown, "it can be reached.")
 
 
 def _profiles(name: str | None) -> Iterator[Finding]:
@@ -222,10 +258,37 @@ def _profiles(name: str | None) -> Iterator[Finding]:
         yield Finding("problem", "profile", name or "file", str(error))
 
 
-def _print(found: Iterable[Finding]) -> None:
+def _table(found: Iterable[Finding]) -> Table:
     styles = {"problem": "bold red", "note": "yellow"}
     rows = table("", "what", "name", "release", "finding")
     for one in found:
         status = cell(one.status, styles.get(one.status, ""))
         rows.add_row(status, one.kind, cell(one.name), one.version or "", cell(one.detail))
-    Console().print(rows)
+    return rows
+
+
+def declared() -> Iterator[Entry]:
+    """Read it from each adapter's `coverage.toml`; no adapter is imported."""
+    for found in pkgutil.iter_modules():
+        finder = found.module_finder
+        if not found.name.startswith(f"{_OURS}_") or not isinstance(finder, FileFinder):
+            continue
+        file = Path(finder.path, found.name, "coverage.toml")
+        if file.is_file():
+            content = tomllib.loads(file.read_text(encoding="utf-8"))
+            common = {key: content[key] for key in ("extra", "gaps", "run_gaps") if key in content}
+            for entry in content.get("covers", ()):
+                yield Entry(adapter=found.name, **{**common, **entry})
+            for entry in content.get("uncovered", ()):
+                yield Entry(adapter=found.name, **entry)
+
+
+@cache
+def _ranges() -> dict[tuple[str, str], SpecifierSet]:
+    extras = importlib.metadata.metadata(_OURS).get_all("Provides-Extra") or []
+    return {
+        (extra, one.name.lower()): one.specifier
+        for one in map(Requirement, importlib.metadata.requires(_OURS) or [])
+        for extra in extras
+        if one.marker is not None and one.marker.evaluate({"extra": extra})
+    }

@@ -1,17 +1,20 @@
-"""`budgetguard ledger`: what tenants spent and reserved, and their ceilings."""
+"""`budgetguard ledger`, `kill` and `revive`: what tenants may spend, and who is stopped."""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import Decimal
-from typing import Annotated
+from getpass import getuser
+from typing import Annotated, Any, cast
 
 import typer
 
 from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
-from budgetguard_cli.screen import cell, printable, refuse, say, table, write_json
+from budgetguard_cli.runs import read_runs
+from budgetguard_cli.screen import answer, cell, only, printable, refuse, say, table, write_json
+from budgetguard_cli.show import log_folder, logs_of
 from budgetguard_core.ledger import WindowUsage
 from budgetguard_core.ledger.amounts import Amount, to_amount, to_dollars
 from budgetguard_core.ledger.step import TTL_SECONDS, HoldRecord
@@ -61,7 +64,7 @@ def show(
 
 def set_ceilings(
     tenant: Annotated[
-        str | None, typer.Argument(help="A tenant, or any other key.", show_default=False)
+        str | None, typer.Argument(metavar="TENANT", help="Or any other key.")
     ] = None,
     url: LedgerUrl = None,
     default: Annotated[
@@ -83,38 +86,25 @@ def set_ceilings(
     """
     if (tenant is None) != default:
         refuse("ledger set needs a tenant or --default, got neither or both. Name one.")
-    given = {"d": (daily_usd, daily_tokens), "m": (monthly_usd, monthly_tokens)}
-    if clear == any(one is not None for pair in given.values() for one in pair):
+    given = {
+        "daily_usd": daily_usd,
+        "daily_tokens": daily_tokens,
+        "monthly_usd": monthly_usd,
+        "monthly_tokens": monthly_tokens,
+    }
+    if clear == any(text is not None for text in given.values()):
         refuse("ledger set needs ceilings or --clear, got neither or both. Use --daily-usd 20.")
-    periods = {"d": "daily", "m": "monthly"}
     with opened_ledger(url, may_be_new=True) as ledger:
         if clear:
             ledger.clear_ceilings(tenant)
         else:
             found = ledger.ceilings()
-            stored = found.get(tenant or "") or found.get("", {})
-            ceilings: dict[str, Decimal | int | None] = {}
-            for kind, (usd, tokens) in given.items():
-                before = stored.get(kind, Amount())
-                old_usd, old_tokens = _figures(before)
-                ceilings |= {
-                    f"{periods[kind]}_usd": old_usd if usd is None else _number(usd, dollars),
-                    f"{periods[kind]}_tokens": old_tokens
-                    if tokens is None
-                    else _number(tokens, _whole),
-                    # Set in Python alone; what is not named stays.
-                    f"{periods[kind]}_model_calls": before.model_calls or None,
-                    f"{periods[kind]}_tool_calls": before.tool_calls or None,
-                }
-            ledger.set_ceilings(tenant, **ceilings)  # type: ignore[arg-type]
+            stored = _plain(found.get(tenant or "") or found.get("", {}))
+            new = {name: _ceiling(name, text) for name, text in given.items() if text is not None}
+            ledger.set_ceilings(tenant, **cast("Any", {**stored, **new}))
         now = ledger.ceilings().get(tenant or "", {})
-    if as_json:
-        record: dict[str, object] = {"key": tenant, "own": bool(now)}
-        for kind, period in periods.items():
-            record[f"{period}_usd"], record[f"{period}_tokens"] = _figures(now.get(kind))
-        write_json(record)
-    else:
-        say(_stored(tenant or "", now))
+    record = {"key": tenant, "own": bool(now), **{name: _plain(now)[name] for name in given}}
+    answer(as_json, [record], _stored(tenant or "", now))
 
 
 def reconcile(
@@ -135,10 +125,10 @@ def reconcile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List reservations whose process has gone, and settle them. They stay charged until then.
+    """List what processes left that have gone, and settle it.
 
-    Below full value only after twice their time to live, on your word. Ends with 1 when some are
-    left.
+    Such reservations stay charged until then. Below full value only after twice their time to
+    live, on your word. Ends with 1 when some are left.
 
     Example: budgetguard ledger reconcile --full
     """
@@ -165,53 +155,100 @@ def reconcile(
                 charged = ledger.settle_hold(one, None if hold is None else amount)
                 said = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
             results.append((one, charged, said))
-    if as_json:
-        write_json(*(_record(*one) for one in results))
-    else:
-        rows = table(
-            "reservation", "run or process", "tenant", "charged", "reported", "made", "result"
+    columns = ("reservation", "run or process", "tenant", "charged", "reported", "made", "result")
+    rows = table(*columns)
+    for one, _, said in results:
+        rows.add_row(
+            *map(cell, (one.id, one.owner, ", ".join(dict(one.windows)))),
+            _both(to_dollars(one.charge.usd), one.charge.tokens),
+            _both(to_dollars(one.spent.usd), one.spent.tokens),
+            _instant(one.made),
+            said,
         )
-        for one, _, said in results:
-            rows.add_row(
-                cell(one.id),
-                cell(one.owner),
-                cell(", ".join(dict(one.windows))),
-                _both(to_dollars(one.charge.usd), one.charge.tokens),
-                _both(to_dollars(one.spent.usd), one.spent.tokens),
-                _instant(one.made),
-                said,
-            )
-        say(rows if results else "nothing is to be reconciled")
+    records = (_record(*one) for one in results)
+    answer(as_json, records, rows if results else "nothing is to be reconciled")
     if any(charged is None for _, charged, _ in results):
         raise typer.Exit(1)
 
 
 def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Accept the ledger as it is, after it was wiped or restored; processes that refused go on.
+    """Accept the ledger as it is, after it was wiped or restored.
+
+    Processes that refused go on.
 
     Example: budgetguard ledger adopt --ledger redis://10.0.0.5:6379/0
     """
     with opened_ledger(url) as ledger:
         record = {"ledger": ledger.adopt(), "url": ledger.url}
-    if as_json:
-        write_json(record)
-    else:
-        say(f"adopted: ledger {record['ledger']} at {record['url']}")
+    answer(as_json, [record], f"adopted: ledger {record['ledger']} at {record['url']}")
 
 
 def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
-    """Compare every window with the sum of its reservations (SQLite). Ends with 1 on a gap.
+    """Compare every window with the sum of its reservations (SQLite).
+
+    Ends with 1 on a gap.
 
     Example: budgetguard ledger check --ledger sqlite:///ledger.sqlite3
     """
     with opened_ledger(url) as ledger:
         wrong = ledger.check()
-    if as_json:
-        write_json(*({"problem": line} for line in wrong))
-    else:
-        say(*(wrong or ["every window equals the sum of its reservations"]))
+    said = wrong or ["every window equals the sum of its reservations"]
+    answer(as_json, ({"problem": line} for line in wrong), *said)
     if wrong:
         raise typer.Exit(1)
+
+
+def kill(
+    url: LedgerUrl = None,
+    tenant: Annotated[str | None, typer.Option(help="Stop this tenant.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help="Stop this run; of one in BUDGETGUARD_LOG the beginning of its id does."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Stop everything.")] = False,
+    why: Annotated[str, typer.Option(help="For the record, and in the run's outcome.")] = "",
+    who: Annotated[str | None, typer.Option(help="You, if left out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a run, a tenant or everything, in every process.
+
+    It holds until it is revived. Processes see it within half a second and a trip to the ledger.
+
+    Example: budgetguard kill --tenant acme --why "spends without end"
+    """
+    _one_of(tenant, run, everything)
+    with opened_ledger(url) as ledger:
+        who, run = who or _user(), _whole_id(run)
+        done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
+        answer(as_json, [done._asdict()], done.detail)
+
+
+def revive(
+    url: LedgerUrl = None,
+    tenant: Annotated[str | None, typer.Option(help="This tenant.")] = None,
+    run: Annotated[str | None, typer.Option(help="This run, by the beginning of its id.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The switch for everything.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take a kill switch back: new runs may start.
+
+    What it stopped stays stopped. Other switches stay: a tenant that was killed by name stays
+    killed after `revive --all`.
+
+    Example: budgetguard revive --tenant acme
+    """
+    _one_of(tenant, run, everything)
+    with opened_ledger(url) as ledger:
+        before = {kill.flag: kill for kill in ledger.kills()}
+        if run is not None:
+            run = only(run, (flag[2:] for flag in before if flag.startswith("r:"))) or run
+        ledger.revive(tenant=tenant, run=run, everything=everything)
+        left = ledger.kills()
+    revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
+    said = [f"revived: {kill.detail}" for kill in revived]
+    said = said or ["nothing was revived: no such kill switch was set"]
+    said += [f"still killed: {kill.detail}" for kill in left]
+    answer(as_json, (kill._asdict() for kill in revived), *said)
 
 
 def _record(one: HoldRecord, settled: Amount | None, result: str) -> dict[str, object]:
@@ -227,6 +264,15 @@ def _record(one: HoldRecord, settled: Amount | None, result: str) -> dict[str, o
     }
 
 
+def _plain(stored: Mapping[str, Amount]) -> dict[str, Decimal | int | None]:
+    """Return stored ceilings by the names of their options, all dimensions of them."""
+    return {
+        f"{period}_{name}": (to_dollars(value) if name == "usd" else value) or None
+        for kind, period in (("d", "daily"), ("m", "monthly"))
+        for name, value in stored.get(kind, Amount())._asdict().items()
+    }
+
+
 def _stored(key: str, stored: Mapping[str, Amount]) -> str:
     day, month = (_ceilings(*_figures(stored.get(kind))) for kind in "dm")
     said = f"a day {day}, a month {month}" if stored else "none of its own"
@@ -238,11 +284,11 @@ def _figures(ceiling: Amount | None) -> tuple[Decimal | None, int | None]:
     return to_dollars(usd) if usd else None, tokens or None
 
 
-def _number(text: str, read: Callable[[str], Decimal | int]) -> Decimal | int | None:
-    return None if text.lower() == "none" else read(text)
-
-
-def _whole(text: str) -> int:
+def _ceiling(name: str, text: str) -> Decimal | int | None:
+    if text.lower() == "none":
+        return None
+    if name.endswith("usd"):
+        return dollars(text)
     try:
         return int(text)
     except ValueError:
@@ -261,13 +307,34 @@ def _ceilings(usd: Decimal | None, tokens: int | None) -> str:
 
 def _share(row: WindowUsage) -> str:
     """Return the share of its nearest ceiling that a window has used, spent and reserved."""
-    shares: list[Decimal] = []
-    if row.ceiling_usd:
-        shares.append((row.spent_usd + row.reserved_usd) / row.ceiling_usd)
-    if row.ceiling_tokens:
-        shares.append(Decimal(row.spent_tokens + row.reserved_tokens) / row.ceiling_tokens)
+    pairs = (
+        (row.spent_usd + row.reserved_usd, row.ceiling_usd),
+        (Decimal(row.spent_tokens + row.reserved_tokens), row.ceiling_tokens),
+    )
+    shares = [used / ceiling for used, ceiling in pairs if ceiling]
     return f"{max(shares):.0%}" if shares else ""
 
 
 def _instant(seconds: float) -> str:
     return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _one_of(tenant: str | None, run: str | None, everything: bool) -> None:
+    given = (tenant is not None) + (run is not None) + everything
+    if given != 1:
+        refuse(f"exactly one of --tenant, --run and --all must be given, got {given}. Name one.")
+
+
+def _whole_id(run: str | None) -> str | None:
+    """Return the id of the only logged run that begins so; else what was given: it may begin."""
+    if run is None or log_folder() is None:
+        return run
+    found, _ = read_runs(logs_of(run))
+    return only(run, (id_ for one in found for id_ in one.nodes)) or run
+
+
+def _user() -> str:
+    try:
+        return getuser()
+    except (OSError, KeyError, ImportError):
+        return ""

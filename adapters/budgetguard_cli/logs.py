@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 
-from budgetguard_cli.screen import printable
+from budgetguard_cli.screen import printable, refuse
 from budgetguard_core.kit import Event
 
-STDIN = "-"
-LONGEST_LINE = 8 * 2**20
-"""Bytes of one line, unpacked. A longer one is no event of a run and is not held in memory."""
-
 _GZIP = b"\x1f\x8b"
-_SKIPPED_AT_ONCE = 2**20
 _MOST_SHOWN = 20
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 # One line is one document; its only line is not the file's.
 _PLACE_IN_JSON = re.compile(r"at line \d+ column (\d+)")
-
-
-class Unreadable(Exception):
-    """A file cannot be opened, or holds nothing that can be used."""
 
 
 class Line(NamedTuple):
@@ -56,10 +46,7 @@ class Problem(NamedTuple):
 
 
 def is_there(path: str | Path) -> bool:
-    """Return whether there is a file or folder; none has a name that is too long, or out of reach.
-
-    `Path.exists` raises there.
-    """
+    """Return whether there is a file or folder; `Path.exists` raises where a name is too long."""
     try:
         Path(path).stat()
     except (OSError, ValueError):
@@ -71,28 +58,24 @@ def readable(names: Sequence[str]) -> list[str]:
     """Return the files that are named, with the logs (`*.jsonl*`) of a folder in its place.
 
     Each once, also where a link names it again: its runs would count twice. None is opened: a pipe
-    can be opened only once.
-
-    Raises:
-        Unreadable: A file does not exist or may not be read, or a folder has no log.
+    can be opened only once. Ends the command with 2 where a file does not exist or may not be read,
+    or a folder has no log.
     """
     once: dict[str, str] = {}
     for name in names:
         try:
-            mode = (os.fstat(0) if name == STDIN else Path(name).stat()).st_mode
+            is_folder, files = stat.S_ISDIR(Path(name).stat().st_mode), [name]
         except (OSError, ValueError) as error:
-            raise _unreadable(name, getattr(error, "strerror", str(error))) from None
-        if name != STDIN and not os.access(name, os.R_OK):
-            raise _unreadable(name, "Permission denied")
-        files = [name]
-        if stat.S_ISDIR(mode):
+            _refuse(name, getattr(error, "strerror", str(error)))
+        if not os.access(name, os.R_OK):
+            _refuse(name, "Permission denied")
+        if is_folder:
             logs = [one for one in Path(name).glob("*.jsonl*") if not one.is_dir()]
             files = [str(one) for one in sorted(logs, key=by_attempt)]
             if not files:
-                msg = f"{printable(name)} holds no log (*.jsonl). Name a folder that does."
-                raise Unreadable(msg)
+                refuse(f"{printable(name)} holds no log (*.jsonl). Name a folder that does.")
         for file in files:
-            once.setdefault(file if file == STDIN else os.path.realpath(file), file)
+            once.setdefault(os.path.realpath(file), file)
     return list(once.values())
 
 
@@ -102,86 +85,41 @@ def by_attempt(log: Path) -> tuple[int, str]:
     return len(name), name
 
 
-def opened(file: str) -> io.BufferedReader:
-    """Open a file, or the standard input.
-
-    Raises:
-        Unreadable: It cannot be read.
-    """
+def read_file(file: str, take: Callable[[str, Line], Problem | None]) -> list[Problem]:
+    """Hand out the lines of a file, and return those that cannot be used."""
+    problems: list[Problem] = []
     try:
-        # By its number, because the standard input may be closed and then has no object.
-        return os.fdopen(0, "rb", closefd=False) if file == STDIN else Path(file).open("rb")
-    except OSError as error:
-        raise _unreadable(file, error.strerror) from None
-
-
-def read_files(
-    files: Iterable[str],
-    take: Callable[[str, Line], Problem | None],
-    errors: Console,
-) -> int:
-    """Read files line by line, and name the lines that cannot be used, the first 20 of each.
-
-    Args:
-        files: Their names.
-        take: Takes a line of a file.
-        errors: Where they are named.
-
-    Returns:
-        How many lines could not be used.
-
-    Raises:
-        Unreadable: A file went away since `readable` looked at it.
-    """
-    problems = 0
-    for file in files:
-        count, complaint = 0, ""
-        with opened(file) as raw:
+        with Path(file).open("rb") as raw:
             for line in read_lines(raw):
                 problem = line if isinstance(line, Problem) else take(file, line)
-                if problem is not None:
-                    count += 1
-                    complaint = f"{printable(file)}:{problem.line}: {printable(problem.reason)}"
-                    if count <= _MOST_SHOWN:
-                        _complain(errors, complaint)
-        if count > _MOST_SHOWN:
-            # The last one tells where a damaged file ends.
-            more = f"{count - _MOST_SHOWN:,} more lines cannot be read, the last of them:"
-            _complain(errors, f"{printable(file)}: {more}")
-            _complain(errors, complaint)
-        problems += count
+                problems += [] if problem is None else [problem]
+    except OSError as error:
+        _refuse(file, error.strerror)
     return problems
 
 
-def _complain(errors: Console, text: str) -> None:
-    errors.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+def complain(file: str, problems: Sequence[Problem]) -> None:
+    """Name the lines of a file that cannot be used: the first 20, and where it ends."""
+    lines = [f"{printable(file)}:{line}: {printable(reason)}" for line, reason in problems]
+    if len(lines) > _MOST_SHOWN:
+        more = f"{len(lines) - _MOST_SHOWN:,} more lines cannot be read, the last of them:"
+        lines[_MOST_SHOWN:] = [f"{printable(file)}: {more}", lines[-1]]
+    for line in lines:
+        typer.echo(line, err=True)
 
 
-def read_lines(file: io.BufferedReader) -> Iterator[Line | Problem]:
-    """Read a file or a pipe line by line, unpacked where it is gzip, whatever its name says."""
-    number = 0
+def read_lines(file: io.BufferedReader, number: int = 0) -> Iterator[Line | Problem]:
+    """Read a file or a pipe on, behind a line of this number, unpacked where it is gzip."""
+    packed = False
     try:
         packed = file.peek(len(_GZIP)).startswith(_GZIP)
-        stream = gzip.GzipFile(fileobj=file) if packed else file
-        while True:
+        for data in gzip.GzipFile(fileobj=file) if packed else file:
             number += 1
-            data = stream.readline(LONGEST_LINE + 1)
-            if len(data) > LONGEST_LINE:
-                while data and not data.endswith(b"\n"):
-                    data = stream.readline(_SKIPPED_AT_ONCE)
-                yield Problem(number, f"a line must have at most {LONGEST_LINE} bytes, got more.")
-                continue
-            if not data:
-                return
-            if number == 1:
-                # Editors and shells of Windows begin a file with it.
-                data = data.removeprefix(codecs.BOM_UTF8)
             if data.strip():
                 yield Line(number, data, last=not data.endswith(b"\n"))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Problem(number, f"damaged gzip ({error}); the rest of the file is not read.")
-    except OSError as error:
-        yield Problem(number, f"{error.strerror or error}; the rest of the file is not read.")
+    except (EOFError, OSError, zlib.error) as error:
+        problem = f"damaged gzip ({error})" if packed else str(error)
+        yield Problem(number + 1, f"{problem}; the rest of the file is not read.")
 
 
 def read_event(line: Line) -> Event | Problem | None:
@@ -205,6 +143,5 @@ def reason(error: ValidationError) -> str:
     return f"{place}: {message}." if place else f"{message}."
 
 
-def _unreadable(file: str, reason: str | None) -> Unreadable:
-    msg = f"{printable(file)}: {reason}. Name a file that can be read, or - for standard input."
-    return Unreadable(msg)
+def _refuse(file: str, reason: str | None) -> NoReturn:
+    refuse(f"{printable(file)}: {reason}. Name a file that can be read.")

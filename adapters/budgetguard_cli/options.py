@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import functools
+import inspect
+import re
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from budgetguard_cli.logs import is_there
 from budgetguard_cli.screen import printable, refuse
-from budgetguard_core import BudgetGuardError
+from budgetguard_core import Budget, BudgetGuardError
 from budgetguard_core.ledger import Ledger
+from budgetguard_core.profiles import load_profile
 
 _SQLITE = "sqlite:///"
 
@@ -26,23 +30,26 @@ def dollars(text: str) -> Decimal:
         raise typer.BadParameter(msg) from None
 
 
+def _quota(text: str) -> tuple[str, int]:
+    tool, _, number = text.rpartition("=")
+    if not tool or not re.fullmatch("[0-9]{1,18}", number):
+        msg = f"must be a tool and a whole number, such as search_web=3, got {text[:40]!r}."
+        raise typer.BadParameter(msg)
+    return tool, int(number)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 Logs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="LOG",
-        help="BudgetGuard's event logs, also gzipped, or folders of them; - is standard input.",
-    ),
+    list[str], typer.Argument(metavar="LOG", help="Event logs, also gzipped, or folders of them.")
 ]
 LedgerUrl = Annotated[
     str | None,
     typer.Option(
         "--ledger",
+        metavar="URL",
         envvar="BUDGETGUARD_LEDGER",
-        show_envvar=True,
         help="sqlite:///file, redis://... or postgresql://...; a file in the home directory if "
         "left out.",
-        show_default=False,
     ),
 ]
 ProfileName = Annotated[
@@ -51,51 +58,82 @@ ProfileName = Annotated[
         "--profile",
         help="The profile that the caps come from; other options win over it.",
         envvar="BUDGETGUARD_PROFILE",
-        show_envvar=True,
-        show_default=False,
-    ),
-]
-MaxIterations = Annotated[int | None, typer.Option(help="Turns of the loop.")]
-MaxModelCalls = Annotated[int | None, typer.Option(help="Model calls, with retries.")]
-MaxToolCalls = Annotated[int | None, typer.Option(help="Tool calls.")]
-MaxTotalTokens = Annotated[int | None, typer.Option(help="Tokens, prompt plus completion.")]
-MaxInputTokens = Annotated[int | None, typer.Option(help="Of them, those of prompts.")]
-MaxOutputTokens = Annotated[int | None, typer.Option(help="Of them, those of completions.")]
-MaxSeconds = Annotated[float | None, typer.Option(help="Seconds from the start on.")]
-MaxCostUsd = Annotated[
-    Decimal | None, typer.Option(parser=dollars, metavar="USD", help="US dollars, exact.")
-]
-LoopDetectionOn = Annotated[
-    bool, typer.Option("--loop-detection/--no-loop-detection", help="Stop what brings nothing new.")
-]
-CountUnpricedAsZero = Annotated[
-    bool,
-    typer.Option(
-        "--count-unpriced-as-zero", help="Models of unknown price are free under --max-cost-usd."
     ),
 ]
 
 
-def budget_fields(
-    caps: Mapping[str, Any], *, loop_detection: bool, count_unpriced_as_zero: bool
-) -> dict[str, Any]:
-    """Return the fields of a budget that options give; those that are left out have no cap."""
-    given = {name: cap for name, cap in caps.items() if cap is not None}
+def _budget(
+    profile: ProfileName = None,
+    max_iterations: Annotated[int | None, typer.Option(help="Turns of the loop.")] = None,
+    max_model_calls: Annotated[int | None, typer.Option(help="Model calls, with retries.")] = None,
+    max_tool_calls: Annotated[int | None, typer.Option(help="Tool calls.")] = None,
+    max_total_tokens: Annotated[
+        int | None, typer.Option(help="Tokens, prompt plus completion.")
+    ] = None,
+    max_output_tokens_per_call: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Completion tokens of one call.")
+    ] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Seconds from the start on.")] = None,
+    max_cost_usd: Annotated[
+        Decimal | None, typer.Option(parser=dollars, help="US dollars, exact.")
+    ] = None,
+    tool_quota: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=_quota,
+            metavar="TOOL=N",
+            help="Calls of one tool, by name or pattern: search_web=3. May be given again.",
+        ),
+    ] = None,
+    count_unpriced_as_zero: Annotated[
+        bool,
+        typer.Option(
+            "--count-unpriced-as-zero",
+            help="Models of unknown price are free under --max-cost-usd.",
+        ),
+    ] = False,
+    loop_detection: Annotated[bool, typer.Option(help="Stop what brings nothing new.")] = True,
+) -> Budget:
+    """Return the budget of these options; what they leave out has no cap, or the profile's."""
+    given: dict[str, Any] = {
+        name: cap for name, cap in locals().items() if name.startswith("max_") and cap is not None
+    }
+    if tool_quota:
+        given["tool_quotas"] = dict(tool_quota)
     if count_unpriced_as_zero:
         given["on_unpriced"] = "count_zero"
     if not loop_detection:
         given["loop_detection"] = None
-    return given
+    try:
+        own = Budget(**given)
+        return load_profile(profile).under(own) if profile else own
+    except BudgetGuardError as error:
+        refuse(str(error))
+
+
+def budgeted(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a budget in the place of its parameter `budget`."""
+    options = inspect.signature(_budget, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    for name, one in inspect.signature(command, eval_str=True).parameters.items():
+        parameters += options.values() if name == "budget" else [one]
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        budget = _budget(**{name: given.pop(name) for name in options})
+        command(budget=budget, **given)
+
+    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    cast("Any", call).__signature__ = inspect.Signature(keywords)
+    return call
 
 
 @contextmanager
 def opened_ledger(url: str | None, *, may_be_new: bool = False) -> Generator[Ledger]:
     """Open the ledger of a command, which ends with 2 and one sentence on what is wrong.
 
-    Args:
-        url: As the user gave it.
-        may_be_new: Make the file where there is none. Else a wrong path would be an empty ledger,
-            and a kill in it would stop nobody.
+    One that `may_be_new` is made where there is none. Else a wrong path would be an empty ledger,
+    and a kill in it would stop nobody.
     """
     try:
         with Ledger(url, timeout=5.0) as ledger:

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from budgetguard_cli.options import AsJson
 from budgetguard_cli.screen import printable, refuse, write_json
 
-
-class Framework(StrEnum):
-    """The frameworks that there is an agent for."""
-
-    LANGGRAPH = "langgraph"
-    OPENAI_AGENTS = "openai-agents"
-    STRANDS = "strands"
-    PYDANTIC_AI = "pydantic-ai"
-    LOOP = "loop"
-    OPENAI = "openai"
-
-
-_NEEDS = {
-    Framework.LANGGRAPH: ("langchain", '".[langchain]" in the checkout'),
-    Framework.OPENAI_AGENTS: ("agents", '".[openai-agents]" in the checkout'),
-    Framework.STRANDS: ("strands", '".[strands]" in the checkout'),
-    Framework.PYDANTIC_AI: ("pydantic_ai", '".[pydantic-ai]" in the checkout'),
-    Framework.OPENAI: ("openai", "openai httpx"),
+Framework = Literal["langgraph", "openai-agents", "strands", "pydantic-ai", "loop", "openai"]
+NEEDS = {
+    "langgraph": ("langchain", '".[langchain]" in the checkout'),
+    "openai-agents": ("agents", '".[openai-agents]" in the checkout'),
+    "strands": ("strands", '".[strands]" in the checkout'),
+    "pydantic-ai": ("pydantic_ai", '".[pydantic-ai]" in the checkout'),
+    "loop": ("budgetguard_loop", '".[all]" in the checkout'),
+    "openai": ("openai", "openai httpx"),
 }
 """The package that an agent imports, and how it is installed."""
 
 
 def quickstart(
-    framework: Annotated[Framework, typer.Argument(help="What the agent is built with.")],
+    framework: Annotated[
+        Framework, typer.Argument(help=f"One of {', '.join(get_args(Framework))}.")
+    ],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="The file to write; else the terminal.", show_default=False
-        ),
+        Path | None, typer.Option("--output", "-o", help="The file to write; else the terminal.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -54,12 +42,12 @@ def quickstart(
     Ends with 0, and with 2 when the file is there already, would hide a package, or cannot be
     written.
     """
-    text = files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")
-    needs, install = _NEEDS.get(framework, ("sys", ""))
+    text = text_of(framework)
+    needs, install = NEEDS[framework]
     if find_spec(needs) is None:
         said = f"this agent needs {needs}, not installed here: pip install {install}"
         typer.echo(f"budgetguard: {said}", err=True)
-    written = {"framework": str(framework), "file": output, "text": text}
+    written = {"framework": framework, "file": output, "text": text}
     if output is None:
         write_json(written) if as_json else typer.echo(text, nl=False)
         return
@@ -76,3 +64,8 @@ def quickstart(
     if as_json:
         write_json(written)
     typer.echo(f"Run it: python {printable(str(output))}", err=True)
+
+
+def text_of(framework: str) -> str:
+    """Return the agent of a framework, as it is written."""
+    return files("budgetguard_cli").joinpath("quickstarts", f"{framework}.txt").read_text("utf-8")

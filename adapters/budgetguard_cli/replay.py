@@ -4,65 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import typer
 
-from budgetguard_cli.counted import REFUSED, Amounts, Counted, plain
-from budgetguard_cli.options import (
-    AsJson,
-    CountUnpricedAsZero,
-    Logs,
-    LoopDetectionOn,
-    MaxCostUsd,
-    MaxInputTokens,
-    MaxIterations,
-    MaxModelCalls,
-    MaxOutputTokens,
-    MaxSeconds,
-    MaxToolCalls,
-    MaxTotalTokens,
-    ProfileName,
-    budget_fields,
-)
+from budgetguard_cli.counted import Amounts, Counted, plain
+from budgetguard_cli.options import AsJson, Logs, budgeted
 from budgetguard_cli.runs import Run, read_runs
-from budgetguard_cli.screen import counted, in_dollars, printable, refuse, say, table, write_json
-from budgetguard_core import Budget, BudgetGuardError
-from budgetguard_core.profiles import load_profile
+from budgetguard_cli.screen import counted, in_dollars, printable, say, table, write_json
+from budgetguard_core import Budget
 from budgetguard_core.stop import PRECEDENCE
 
 _SHOWN = 20
-_BREAKERS = {
-    REFUSED: "tool calls refused",
-    "call_delayed": "calls delayed",
-    "tool_call_turned_away": "tool calls turned away",
-    "circuit_breaker_changed": "circuit breakers changed",
-    "tool_mix_unusual": "unusual mixes of tools",
-}
 
 
-def replay(
-    logs: Logs,
-    profile: ProfileName = None,
-    max_iterations: MaxIterations = None,
-    max_model_calls: MaxModelCalls = None,
-    max_tool_calls: MaxToolCalls = None,
-    max_total_tokens: MaxTotalTokens = None,
-    max_input_tokens: MaxInputTokens = None,
-    max_output_tokens: MaxOutputTokens = None,
-    max_seconds: MaxSeconds = None,
-    max_cost_usd: MaxCostUsd = None,
-    tool_quota: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOOL=N",
-            help="Calls of one tool, by name or pattern: search_web=3. May be given again.",
-        ),
-    ] = None,
-    count_unpriced_as_zero: CountUnpricedAsZero = False,
-    loop_detection: LoopDetectionOn = True,
-    as_json: AsJson = False,
-) -> None:
+@budgeted
+def replay(logs: Logs, budget: Budget, as_json: AsJson = False) -> None:
     """Replay recorded runs: what a budget would stop, cut and save.
 
     Examples: budgetguard replay logs --max-iterations 25 --tool-quota search_web=3;
@@ -72,17 +29,6 @@ def replay(
     model back is not assumed. Ends with 0, with 1 when a line could not be read (the rest is
     replayed), and with 2 when an option or a file is wrong.
     """
-    caps = {name: cap for name, cap in locals().items() if name.startswith("max_")}
-    given = budget_fields(
-        {**caps, "tool_quotas": _quotas(tool_quota or [])},
-        loop_detection=loop_detection,
-        count_unpriced_as_zero=count_unpriced_as_zero,
-    )
-    try:
-        own = Budget(**given)
-        budget = load_profile(profile).under(own) if profile else own
-    except BudgetGuardError as error:
-        refuse(str(error))
     # The recorded model was not asked to report.
     budget = budget.model_copy(update={"progress": None})
     found, problems = read_runs(logs, candidate=budget)
@@ -96,17 +42,6 @@ def replay(
         _show(figures, [run for run in stopped if run.root.status == "completed"], budget)
     if problems:
         raise typer.Exit(1)
-
-
-def _quotas(given: Sequence[str]) -> dict[str, int]:
-    quotas: dict[str, int] = {}
-    for text in given:
-        tool, _, number = text.rpartition("=")
-        if not tool or not number.isascii() or not number.isdigit() or len(number) > 18:
-            msg = f"must be a tool and a whole number, such as search_web=3, got {text[:40]!r}."
-            raise typer.BadParameter(msg, param_hint="--tool-quota")
-        quotas[tool] = int(number)
-    return quotas
 
 
 def _candidate(run: Run) -> Counted:
@@ -159,7 +94,7 @@ def _show(found: dict[str, Any], cut: Sequence[Run], budget: Budget) -> None:
         "tool calls saved": f"{saved['tool_calls']:,} of {of['tool_calls']:,}",
         "tokens saved": f"{saved['tokens']:,} of {of['tokens']:,}",
         "dollars saved": f"{_dollars(saved)} of {_dollars(of)}",
-        **{what: f"{refused[name]:,}" for name, what in _BREAKERS.items() if refused[name]},
+        **{name.replace("_", " "): f"{count:,}" for name, count in refused.items()},
     }
     rows = table("", "")
     rows.show_header = False

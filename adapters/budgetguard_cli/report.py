@@ -15,8 +15,8 @@ import typer
 
 from budgetguard_cli.options import Logs
 from budgetguard_cli.runs import Run, read_runs
-from budgetguard_cli.screen import at_minute, counted, in_dollars, printable, refuse, write_json
-from budgetguard_cli.show import as_text
+from budgetguard_cli.screen import at_minute, counted, figure, printable, refuse, write_json
+from budgetguard_cli.show import as_text, row
 from budgetguard_core.budget import DIMENSIONS
 
 _MOST_LINES = 40
@@ -83,6 +83,7 @@ def _figures(runs: Sequence[Run], problems: int) -> dict[str, Any]:
     near = [(run, name, share) for run in runs for name, share in run.near_misses().items()]
     stopped = [run for run in runs if run.root.status == "terminated"]
     latest = list(reversed(runs[-_MOST_ROWS:]))
+    nodes = [node for run in runs for node in run.nodes.values()]
     first, last = at_minute(runs[0].started_ns), at_minute(max(run.last_ns for run in runs))
     notes = [f"{first} to {last} UTC, {counted(len(runs), 'run')}"]
     if problems:
@@ -97,7 +98,7 @@ def _figures(runs: Sequence[Run], problems: int) -> dict[str, Any]:
         "tiles": [
             [f"{len(runs):,}", "runs"],
             [f"{len(stopped):,}", "stopped by a limit"],
-            [in_dollars(cost), "spent" if not unpriced else "spent, at least"],
+            [figure(cost), "spent" if not unpriced else "spent, at least"],
             [f"{sum(run.spent.tokens for run in runs):,}", "tokens"],
             [f"{len({run.root.run_id for run, *_ in near}):,}", "near misses"],
         ],
@@ -107,11 +108,16 @@ def _figures(runs: Sequence[Run], problems: int) -> dict[str, Any]:
         "days": sorted(_spent(runs, lambda run: at_minute(run.started_ns)[:10])),
         "tenants": _spent(runs, lambda run: ", ".join(run.root.tenant) or _NONE),
         "profiles": _spent(runs, lambda run: run.root.profile or _NONE),
-        "models": _by_model(runs),
-        "tools": _by_tool(runs),
-        "handoffs": _counted(
-            name for run in runs for node in run.nodes.values() for name in node.handoffs.elements()
+        "models": _largest(
+            (name, one.cost_usd) for node in nodes for name, one in node.models.items()
         ),
+        # A handoff is no tool, and what led to one is none of theirs.
+        "tools": _largest(
+            (_HANDOFFS if name in node.handoffs else name, one.cost_usd)
+            for node in nodes
+            for name, one in node.tools.items()
+        ),
+        "handoffs": _counted(name for node in nodes for name in node.handoffs.elements()),
         "near": [
             [printable(run.root.run_id)[:40], name, f"{share:.0%}", run.root.profile or ""]
             for run, name, share in sorted(near, key=lambda one: -one[2])[:_MOST_ROWS]
@@ -127,28 +133,23 @@ def _burn(dimension: str, runs: Sequence[Run]) -> dict[str, Any] | None:
     capped = [run for run in runs if run.points and dimension in run.root.budget.caps()]
     if not capped:
         return None
-    shown = capped[-_MOST_LINES:]
     lines: list[dict[str, Any]] = []
-    for run in shown:
-        points = [(point.seconds, point.shares.get(dimension)) for point in run.points]
-        known = [(seconds, share) for seconds, share in points if share is not None]
-        trip = run.root.trip
-        hit = trip is not None and any(str(one.reason) == dimension for one in trip.violations)
+    for run in capped[-_MOST_LINES:]:
+        known = [point for point in run.points if dimension in point.shares]
+        reasons = [] if run.root.trip is None else [one.reason for one in run.root.trip.violations]
         lines.append(
             {
                 "name": printable(run.root.run_id)[:12],
-                "x": [0.0, *(round(seconds, 3) for seconds, _ in known)],
-                "y": [100.0, *(round(100 * (1 - share), 2) for _, share in known)],
-                "stopped": hit,
+                "x": [0.0, *(round(point.seconds, 3) for point in known)],
+                "y": [100.0, *(round(100 * (1 - point.shares[dimension]), 2) for point in known)],
+                "stopped": dimension in reasons,
             }
         )
-    left_out = (
-        f", the latest {len(shown)} of {len(capped):,} runs" if len(capped) > _MOST_LINES else ""
-    )
+    of = f", of the latest {len(lines)} of {len(capped):,}" if len(capped) > len(lines) else ""
     hits = sum(line["stopped"] for line in lines)
     return {
         "dimension": dimension,
-        "note": f"Share of the cap that each run had left{left_out}; {hits} ended at it.",
+        "note": f"Share of the cap that each run had left{of}; {hits} ended at it.",
         "runs": lines,
         "lowest": min(min(line["y"]) for line in lines),
     }
@@ -162,46 +163,23 @@ def _spent(runs: Sequence[Run], key: Callable[[Run], str]) -> list[list[Any]]:
     return _largest((key(run), run.spent.cost_usd) for run in runs)
 
 
-def _by_model(runs: Sequence[Run]) -> list[list[Any]]:
-    nodes = [node for run in runs for node in run.nodes.values()]
-    return _largest((name, one.cost_usd) for node in nodes for name, one in node.models.items())
-
-
-def _by_tool(runs: Sequence[Run]) -> list[list[Any]]:
-    """Return what each tool cost; a handoff is no tool, and what led to one is none of theirs."""
-    nodes = [node for run in runs for node in run.nodes.values()]
-    return _largest(
-        (_HANDOFFS if name in node.handoffs else name, one.cost_usd)
-        for node in nodes
-        for name, one in node.tools.items()
-    )
-
-
 def _largest(parts: Iterable[tuple[str, Decimal]]) -> list[list[Any]]:
     sums: dict[str, Decimal] = {}
     for name, amount in parts:
         sums[name] = sums.get(name, Decimal(0)) + amount
     ordered = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+    if [*sums] == [_NONE]:
+        return []
     rows: list[list[Any]] = [
         [printable(name)[:80], float(sum_)] for name, sum_ in ordered[:_MOST_BARS]
     ]
-    if [name for name, _ in ordered] == [_NONE]:
-        return []
     rest = sum((sum_ for _, sum_ in ordered[_MOST_BARS:]), Decimal(0))
     return [*rows, [f"{len(ordered) - _MOST_BARS} others", float(rest)]] if rest else rows
 
 
 def _row(run: Run) -> list[str]:
-    root, used = run.root, run.usage
-    return [
-        printable(root.run_id)[:40],
-        at_minute(run.started_ns),
-        root.ending + (", last answer" if root.finalized else ""),
-        printable(", ".join(run.models())),
-        root.profile or "",
-        printable(", ".join(root.tenant)),
-        in_dollars(used.cost_usd),
-        f"{used.total_tokens:,}",
-        f"{used.model_calls:,}",
-        f"{run.seconds:,.1f}",
-    ]
+    started, run_id, models, task, tenant, _, ending = map(printable, row(run))
+    ending += ", last answer" if run.root.finalized else ""
+    usage = run.usage
+    cells = [run_id[:40], started, ending, models, task, tenant, figure(usage.cost_usd)]
+    return [*cells, *map(figure, (usage.total_tokens, usage.model_calls, run.seconds))]

@@ -6,85 +6,47 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
-from rich.console import Console
 
 from budgetguard_cli.counted import Counted
-from budgetguard_cli.logs import Line, Problem, Unreadable, read_event, read_files, readable, reason
-from budgetguard_cli.screen import refuse
-from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage
-from budgetguard_core.events import (
-    BudgetExtended,
-    CallDelayed,
-    FallbackStarted,
-    HousekeepingBegan,
-    HousekeepingEnded,
-    IncidentRecorded,
-    LimitNearlyReached,
-    ModelCallAdmitted,
-    ModelCallRefused,
-    ModelCallSettled,
-    ModelCallWithdrawn,
-    RunEnded,
-    RunPaused,
-    RunRestored,
-    RunResumed,
-    RunStarted,
-    ToolCallSettled,
-    ToolCallsRequested,
-    ToolCallTurnedAway,
-    TripObserved,
-    Tripped,
-)
+from budgetguard_cli.logs import Line, Problem, complain, read_event, read_file, readable, reason
+from budgetguard_cli.screen import figure
+from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage, events
 from budgetguard_core.kit import Event
 
 SPENT_ON_ANSWERS = "(answers)"
 """What model calls cost whose reply asked for no tool."""
 _MOST_POINTS = 240
 _UNNAMED = "unnamed model"
-_POINTS = (ModelCallSettled, ToolCallsRequested, Tripped, RunEnded)
+Begins: TypeAlias = events.RunStarted | events.RunRestored
+"""The event that a run begins with, in each of its logs."""
+_POINTS = (events.ModelCallSettled, events.ToolCallsRequested, events.Tripped, events.RunEnded)
 # What a forged or damaged record can raise on its way through the engine.
 _DAMAGE = (BudgetGuardError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass
 class Spent:
-    """The spend on one model or one tool.
-
-    Attributes:
-        cost_usd: Of a tool: of the model calls that asked for it, shared among all that they asked
-            for.
-    """
+    """The spend on one model or one tool."""
 
     calls: int = 0
     failed: int = 0
     refused: int = 0
     tokens: int = 0
     cost_usd: Decimal = Decimal(0)
+    """Of a tool: of the model calls that asked for it, shared among all that they asked for."""
 
     def add(self, other: Spent) -> None:
         """Add what another run spent on it."""
-        self.calls += other.calls
-        self.failed += other.failed
-        self.refused += other.refused
-        self.tokens += other.tokens
-        self.cost_usd += other.cost_usd
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
 class Node:
-    """One run of a tree, without the runs inside it.
-
-    Attributes:
-        status: How it ended; None while it goes on, or where its process was killed.
-        finalized: The model gave a last answer, from the reserve.
-        housekeeping: What it is, where it is no agent's run: `last answer`, or `housekeeping`.
-        delayed: Calls that a rate limit let wait.
-        earlier: How attempts ended that were resumed, such as `terminated, max_iterations`.
-        last_cost: The cost of the last answer, until it is known what it asked for.
-    """
+    """One run of a tree, without the runs inside it."""
 
     run_id: str
     budget: Budget
@@ -99,17 +61,23 @@ class Node:
     trip: Trip | None = None
     observed: Trip | None = None
     status: str | None = None
+    """How it ended; None while it goes on, or where its process was killed."""
     stop_reason: str | None = None
     error: str | None = None
     finalized: bool = False
+    """The model gave a last answer, from the reserve."""
     housekeeping: str | None = None
+    """What it is, where it is no agent's run: `last answer`, or `housekeeping`."""
     delayed: int = 0
+    """Calls that a rate limit let wait."""
     next_step: str | None = None
     may_have_taken_effect: tuple[str, ...] = ()
     usage: Usage | None = None
     earlier: list[str] = field(default_factory=list[str])
+    """How attempts ended that were resumed, such as `terminated, max_iterations`."""
     children: list[Node] = field(default_factory=list["Node"])
     last_cost: Decimal = Decimal(0)
+    """The cost of the last answer, until it is known what it asked for."""
 
     @property
     def profile(self) -> str | None:
@@ -136,6 +104,22 @@ class Node:
         if self.last_cost:
             self.tools.setdefault(SPENT_ON_ANSWERS, Spent()).cost_usd += self.last_cost
             self.last_cost = Decimal(0)
+
+
+class Cap(NamedTuple):
+    """One cap of a run, and how much of it is used."""
+
+    name: str
+    used: int | float | Decimal
+    cap: int | float | Decimal
+
+    @property
+    def share(self) -> float:
+        """The part that is used."""
+        return float(self.used) / float(self.cap)
+
+    def __str__(self) -> str:
+        return f"{figure(self.used)} of {figure(self.cap)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +149,7 @@ class Run:
         self,
         file: str,
         line: int,
-        event: RunStarted | RunRestored,
+        event: Begins,
         prices: PriceBook,
         candidate: Budget | None = None,
         points: bool = False,
@@ -214,7 +198,7 @@ class Run:
         if self.damaged is not None:
             return None
         self.last_ns = max(self.last_ns, event.wall_ns)
-        resumes = isinstance(event, RunRestored) and event.run_id == self.root.run_id
+        resumes = isinstance(event, events.RunRestored) and event.run_id == self.root.run_id
         if self._seq not in (None, event.seq - 1) and not resumes:
             self.damaged = f"event {(self._seq or 0) + 1} of the run must be next, got {event.seq}"
             return self.damaged
@@ -225,10 +209,10 @@ class Run:
             self.recorded.apply(event, is_root=is_root)
             if self.candidate is not None:
                 self.candidate.apply(event, is_root=is_root)
-            if isinstance(event, RunRestored | RunStarted) and event.run_id in self.nodes:
+            if isinstance(event, Begins) and event.run_id in self.nodes:
                 if goes_on or not is_root:
                     self.nodes[event.run_id].resume(_facts(event)[0])
-            elif isinstance(event, RunRestored | RunStarted):
+            elif isinstance(event, Begins):
                 self._add(event)
             self._attribute(self.nodes[event.run_id], event)
         except _DAMAGE as error:
@@ -237,10 +221,18 @@ class Run:
             self._point(event)
         return self.damaged
 
+    def caps(self, now_ns: int | None = None) -> list[Cap]:
+        """Return how much of each cap of the root is used; by now, its time goes on."""
+        used = self.usage
+        if now_ns is not None and self.root.status is None:
+            silent = max(now_ns - self.last_ns, 0) / 1e9
+            used = used.model_copy(update={"seconds": used.seconds + silent})
+        caps = self.root.budget.caps()
+        return [Cap(name, used_of(used, name), cap) for name, cap in caps.items()]
+
     def shares(self) -> dict[str, float]:
         """Return how much of each cap of the root is used, as a share of it."""
-        used, caps = self.usage, self.root.budget.caps()
-        return {name: float(used_of(used, name)) / float(cap) for name, cap in caps.items()}
+        return {one.name: one.share for one in self.caps()}
 
     def near_misses(self) -> dict[str, float]:
         """Return the caps that a run came near and that did not stop it."""
@@ -251,7 +243,9 @@ class Run:
 
     def _point(self, event: Event) -> None:
         self._seen += 1
-        if self._seen % (self._skip + 1) and not isinstance(event, RunEnded | Tripped):
+        if self._seen % (self._skip + 1) and not isinstance(
+            event, events.RunEnded | events.Tripped
+        ):
             return
         seconds = (event.at_ns - self._begun_ns) / 1_000_000_000
         self.points.append(Point(max(seconds, 0.0), self.shares()))
@@ -259,7 +253,7 @@ class Run:
             self.points = self.points[::2]
             self._skip = self._skip * 2 + 1
 
-    def _add(self, event: RunStarted | RunRestored) -> Node:
+    def _add(self, event: Begins) -> Node:
         budget, parent, mode, tenant = _facts(event)
         node = self.nodes[event.run_id] = Node(event.run_id, budget, mode, tenant)
         if parent is not None and parent in self.nodes:
@@ -268,16 +262,16 @@ class Run:
 
     def _attribute(self, node: Node, event: Event) -> None:
         match event:
-            case ModelCallAdmitted():
+            case events.ModelCallAdmitted():
                 node.settle_answer()
                 name = self._models[event.call_id] = event.call.model or _UNNAMED
                 node.models.setdefault(name, Spent()).calls += 1
-            case ModelCallRefused():
+            case events.ModelCallRefused():
                 node.refusals[event.reason] += 1
-            case ModelCallWithdrawn():
+            case events.ModelCallWithdrawn():
                 if name := self._models.pop(event.call_id, ""):
                     node.models[name].calls -= 1
-            case ModelCallSettled():
+            case events.ModelCallSettled():
                 name = self._models.pop(event.call_id, _UNNAMED)
                 spent = node.models.setdefault(name, Spent())
                 spent.failed += event.error is not None
@@ -285,47 +279,45 @@ class Run:
                 cost = Decimal(0) if event.cost_usd is None else Decimal(event.cost_usd)
                 spent.cost_usd += cost
                 node.last_cost += cost
-            case ToolCallTurnedAway():
+            case events.ToolCallTurnedAway():
                 self._turned_away[event.name] += 1
                 node.refusals[event.reason] += 1
-            case ToolCallsRequested():
+            case events.ToolCallsRequested():
                 self._requested(node, event)
-            case ToolCallSettled():
+            case events.ToolCallSettled():
                 name = self._tools.pop(event.call_id, "")
                 if name and event.error is not None:
                     node.tools[name].failed += 1
-            case LimitNearlyReached():
+            case events.LimitNearlyReached():
                 node.warned.append(event.dimension)
-            case FallbackStarted():
+            case events.FallbackStarted():
                 node.fallback = f"to {event.model}, at the share of {event.dimension}"
-            case Tripped():
+            case events.Tripped():
                 node.trip = event.trip
-            case TripObserved():
+            case events.TripObserved():
                 node.observed = event.trip
-            case IncidentRecorded():
+            case events.IncidentRecorded():
                 node.next_step = event.next_step
                 node.may_have_taken_effect = event.may_have_taken_effect
-            case CallDelayed():
+            case events.CallDelayed():
                 node.delayed += 1
-            case BudgetExtended():
+            case events.BudgetExtended():
                 node.budget = Budget.from_json(event.budget)
-            case HousekeepingBegan():
+            case events.HousekeepingBegan():
                 node.housekeeping = "housekeeping" if event.answers_for is None else "last answer"
-            case HousekeepingEnded():
+            case events.HousekeepingEnded():
                 # It has no outcome of its own.
                 node.settle_answer()
-            case RunPaused():
-                node.status = "paused"
-            case RunResumed():
-                node.status = None
-            case RunEnded():
+            case events.RunPaused() | events.RunResumed():
+                node.status = "paused" if isinstance(event, events.RunPaused) else None
+            case events.RunEnded():
                 node.settle_answer()
                 node.status, node.error, node.usage = event.status, event.error, event.usage
                 node.stop_reason, node.finalized = event.stop_reason, event.finalized
             case _:
                 pass
 
-    def _requested(self, node: Node, event: ToolCallsRequested) -> None:
+    def _requested(self, node: Node, event: events.ToolCallsRequested) -> None:
         part = node.last_cost / max(len(event.calls), 1)
         node.last_cost = Decimal(0)
         away, self._turned_away = self._turned_away, Counter()
@@ -348,10 +340,8 @@ class Run:
 class Runs:
     """Every tree of runs in the lines of files, also while they are written.
 
-    A run that goes on in another process has a file for each attempt: it is one run.
-
-    Args:
-        options: Another budget as `candidate`, and whether to keep `points`.
+    A run that goes on in another process has a file for each attempt: it is one run. The options
+    are those of `Run`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -365,11 +355,11 @@ class Runs:
         if event is None or isinstance(event, Problem):
             return event
         run = self._of.get(event.run_id)
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             within = None if event.parent_run_id is None else self._of.get(event.parent_run_id)
             run = within
         if run is None:
-            if not isinstance(event, RunStarted | RunRestored):
+            if not isinstance(event, Begins):
                 return Problem(line.number, "the run of this event has no start in this file.")
             try:
                 run = Run(file, line.number, event, **self._options)
@@ -386,19 +376,16 @@ class Runs:
 def read_runs(
     names: Sequence[str], *, candidate: Budget | None = None, points: bool = False
 ) -> tuple[list[Run], int]:
-    """Read the runs of files and folders, and name the lines that cannot be used.
+    """Read the runs of files and folders; return them, and how many lines could not be used.
 
-    Ends the command with 2 where a file cannot be read.
-
-    Returns:
-        The runs, and how many lines could not be used.
+    Those are named. Ends the command with 2 where a file cannot be read.
     """
-    runs = Runs(candidate=candidate, points=points)
-    try:
-        problems = read_files(readable(names), runs.take, Console(stderr=True))
-    except Unreadable as error:
-        refuse(str(error))
-    return runs.roots, problems
+    runs, number = Runs(candidate=candidate, points=points), 0
+    for file in readable(names):
+        problems = read_file(file, runs.take)
+        complain(file, problems)
+        number += len(problems)
+    return runs.roots, number
 
 
 def used_of(usage: Usage, dimension: str) -> int | float | Decimal:
@@ -407,11 +394,9 @@ def used_of(usage: Usage, dimension: str) -> int | float | Decimal:
     return value
 
 
-def _facts(
-    event: RunStarted | RunRestored,
-) -> tuple[Budget, str | None, str, tuple[str, ...]]:
+def _facts(event: Begins) -> tuple[Budget, str | None, str, tuple[str, ...]]:
     """Return budget, parent, mode and tenants of a run that begins or goes on."""
-    if isinstance(event, RunStarted):
+    if isinstance(event, events.RunStarted):
         return Budget.from_json(event.budget), event.parent_run_id, event.mode, event.tenant
     snapshot: dict[str, Any] = event.snapshot
     return (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import NoReturn
@@ -32,18 +31,28 @@ def refuse(sentence: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+def only(beginning: str, ids: Iterable[str]) -> str | None:
+    """Return the id that begins so, the shortest where it begins all; None where none does.
+
+    Ends the command with 2 where several do.
+    """
+    begun = {one for one in ids if beginning and one.startswith(beginning)}
+    found = sorted(begun, key=lambda one: (len(one), one))
+    if any(not one.startswith(found[0]) for one in found):
+        names = ", ".join(printable(one)[:40] for one in found[:5])
+        refuse(f"{printable(beginning)[:80]!r} must begin one id, got {names}. Write more of it.")
+    return found[0] if found else None
+
+
 def cell(text: object, style: str = "") -> Text:
     """Return a text from outside for a table or a tree: no markup in it is obeyed."""
     return Text(printable(str(text)), style)
 
 
 def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """Return an empty table, which folds what is too long: nothing of it is cut.
+    """Return an empty table, which folds what is too long, but the figures in columns at the right.
 
-    Args:
-        columns: Their headings.
-        right: The headings of columns of figures, which are never folded.
-        title: What stands over it.
+    Nothing of it is cut.
     """
     made = Table(box=None, pad_edge=False, title=title)
     for column in columns:
@@ -56,18 +65,20 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None) ->
 
 def say(*parts: object, errors: bool = False) -> None:
     """Print tables, and texts as whole lines: a line that is folded could not be pasted."""
-    console = Console(stderr=errors)
     for part in parts:
-        if isinstance(part, str):
-            console.print(cell(part), soft_wrap=True)
-        else:
-            console.print(part)
+        is_text = isinstance(part, str)
+        Console(stderr=errors).print(cell(part) if is_text else part, soft_wrap=is_text)
 
 
-def write_json(*records: Mapping[str, object]) -> None:
+def write_json(*records: Mapping[str, object], errors: bool = False) -> None:
     """Write one object a line; amounts are strings, so that no digit is lost."""
     for record in records:
-        sys.stdout.write(json.dumps(record, default=str) + "\n")
+        typer.echo(json.dumps(record, default=str), err=errors)
+
+
+def answer(as_json: bool, records: Iterable[Mapping[str, object]], *parts: object) -> None:
+    """Write records for machines, or the same for people."""
+    write_json(*records) if as_json else say(*parts)
 
 
 def in_dollars(amount: Decimal) -> str:

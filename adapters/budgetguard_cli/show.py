@@ -15,17 +15,18 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from budgetguard_cli.logs import STDIN, by_attempt, is_there
+from budgetguard_cli.logs import by_attempt, is_there
 from budgetguard_cli.options import AsJson
-from budgetguard_cli.runs import SPENT_ON_ANSWERS, Node, Run, Spent, read_runs, used_of
+from budgetguard_cli.runs import SPENT_ON_ANSWERS, Node, Run, Spent, read_runs
 from budgetguard_cli.screen import (
+    answer,
     at_minute,
     cell,
     counted,
     figure,
+    only,
     printable,
     refuse,
-    say,
     table,
     write_json,
 )
@@ -33,8 +34,6 @@ from budgetguard_core.run_log import FOLDER, file_name
 
 _MOST_LISTED = 40
 _BAR = 20
-# Letters that Markdown or HTML would take for their own.
-_SPECIAL = re.compile(r"[\\`*\[\]<>|#!~&]")
 _MADE_UP = re.compile("[0-9a-f]{32}")
 _WHOLE_LINES = 10_000
 _GO_ON = {
@@ -52,16 +51,11 @@ def show(
         str | None,
         typer.Argument(
             metavar="LOG|RUN",
-            help="An event log or a folder of them, - for standard input, or a run's id or the "
-            "beginning of one: its log is looked for in the folder that BUDGETGUARD_LOG names. "
-            "Left out: the runs of that folder.",
-            show_default=False,
+            help="An event log, a folder of them, or the beginning of a run's id, to be looked for "
+            "in the folder that BUDGETGUARD_LOG names. Left out: the runs of that folder.",
         ),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(help="The run, where the log has several.", show_default=False),
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run, where the log has several.")] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="To paste into an issue: no arguments, no secrets.")
     ] = False,
@@ -75,25 +69,32 @@ def show(
     be read, and with 2 when there is no such log or run, or several begin with the letters given.
     """
     folder = log_folder()
-    name = log or folder
-    if name is None:
+    place = log or folder
+    if place is None:
         refuse("nothing to show. Name a log or a run, or set BUDGETGUARD_LOG.")
-    by_id = log is not None and log != STDIN and folder is not None and not is_there(log)
-    found, problems = read_runs((_logs_of(Path(str(folder)), name) if by_id else []) or [name])
-    wanted = run or (name if by_id else None)
-    if wanted is not None:
-        found = _named(found, wanted, name)
+    logs = [place]
+    if folder is not None and log is not None and not is_there(log):
+        run, place = run or place, folder
+        logs = logs_of(run) or [folder]
+    found, problems = read_runs(logs)
+    if run is not None:
+        of_id = {id_: one for one in found for id_ in one.nodes}
+        id_ = only(run, of_id)
+        if id_ is None:
+            where = f"is not in {printable(place)}. Leave it out for a list."
+            refuse(f"run {printable(run)[:80]!r} {where}")
+        found = [of_id[id_]]
     if not found:
-        refuse(f"{printable(name)} holds no run. Name an event log of BudgetGuard's.")
-    if wanted is None and (len(found) > 1 or log is None):
+        refuse(f"{printable(place)} holds no run. Name an event log of BudgetGuard's.")
+    if run is None and (len(found) > 1 or log is None):
         _list(found, as_json)
     elif as_json:
-        write_json(plain(found[-1]))
+        write_json(plain(found[0]))
     elif markdown:
-        _markdown(found[-1])
+        typer.echo(f"```text\n{as_text(found[0], is_public=True)}\n```")
     else:
         # A file or a pipe has no width: soft_wrap would cut a tree at 80 columns.
-        Console(width=None if sys.stdout.isatty() else _WHOLE_LINES).print(_tree(found[-1]))
+        Console(width=None if sys.stdout.isatty() else _WHOLE_LINES).print(_tree(found[0]))
     if problems:
         raise typer.Exit(1)
 
@@ -103,165 +104,108 @@ def log_folder() -> str | None:
     return os.environ.get(FOLDER) or None
 
 
-def _logs_of(folder: Path, run: str) -> list[str]:
-    """Return the logs of all attempts of a run; of all runs where none has the whole name."""
-    logs = sorted(folder.glob("*.jsonl*"), key=by_attempt)
-    name = file_name(run)
-    own = [one for one in logs if one.name.startswith((f"{name}.jsonl", f"{name}-"))]
-    if not any(one.name.startswith(f"{name}.jsonl") for one in own):
-        own = [one for one in logs if one.name.startswith(run)] or logs
-    return [str(one) for one in own]
-
-
-def _named(found: Sequence[Run], wanted: str, log: str) -> list[Run]:
-    """Return the run of an id, or the only one whose id begins so."""
-    exact = [one for one in found if wanted in one.nodes]
-    begins = exact or [one for one in found if any(id_.startswith(wanted) for id_ in one.nodes)]
-    if not begins:
-        refuse(
-            f"run {printable(wanted)[:80]!r} is not in {printable(log)}. Leave it out for a list."
-        )
-    if not exact and len({one.root.run_id for one in begins}) > 1:
-        names = ", ".join(printable(one.root.run_id)[:40] for one in begins[:5])
-        refuse(
-            f"{printable(wanted)[:80]!r} must begin one run's id, got {names}. Write more of it."
-        )
-    return begins
+def logs_of(run: str) -> list[str]:
+    """Return the logs in the folder of a run, of which the beginning of its id may be given."""
+    logs = sorted(Path(log_folder() or "").glob("*.jsonl*"), key=by_attempt)
+    return [str(one) for one in logs if one.name.startswith(file_name(run))]
 
 
 def _list(found: Sequence[Run], as_json: bool) -> None:
     newest = sorted(found, key=lambda one: -one.started_ns)
-    if as_json:
-        write_json(*map(plain, newest))
-        return
     columns = ("started (UTC)", "run", "model", "task", "tenant", "spent", "ended")
     rows = table(*columns, right=("spent",))
     rows.columns[0].no_wrap = True
     ids = {one.root.run_id for one in found}
     enough = next(n for n in range(8, 33) if len({one[:n] for one in ids}) == len(ids) or n == 32)
     for one in newest[:_MOST_LISTED]:
-        root = one.root
-        cells = (
-            at_minute(one.started_ns),
-            # An id that was made up; one that somebody chose is whole.
-            root.run_id[:enough] if _MADE_UP.fullmatch(root.run_id) else root.run_id,
-            ", ".join(one.models()),
-            root.profile or "",
-            ", ".join(root.tenant),
-            figure(one.spent.cost_usd),
-            root.ending,
-        )
-        rows.add_row(*map(cell, cells))
+        started, id_, *cells = row(one)
+        if _MADE_UP.fullmatch(id_):  # one that somebody chose is whole
+            id_ = id_[:enough]
+        rows.add_row(started, *map(cell, (id_, *cells)))
     more = f", the newest {_MOST_LISTED}" if len(found) > _MOST_LISTED else ""
-    say(rows, f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id.")
+    said = f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id."
+    answer(as_json, map(plain, newest), rows, said)
 
 
-def _markdown(run: Run) -> None:
-    """Write what an issue needs; names are escaped, arguments and texts left out."""
-    root, used = run.root, run.usage
-    facts = [
-        ("run", root.run_id),
-        ("started (UTC)", at_minute(run.started_ns)),
-        ("ended", root.ending),
-        ("profile", root.profile or "none"),
-        ("models", ", ".join(run.models()) or "none"),
-        (
-            "used",
-            f"{figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
-            f"{counted(used.model_calls, 'model call')}, {counted(used.tool_calls, 'tool call')}",
-        ),
-        *((f"cap {name}", f"{share:.0%}") for name, share in run.shares().items()),
-        *((f"tool {name}", _calls(spent)) for name, spent in _by_cost(root.tools)),
-        *((f"refused {name}", f"{count}") for name, count in root.refusals.most_common()),
+def row(run: Run) -> list[str]:
+    """Return a run in a row: time, id, models, task, tenant, spend, and how it ended."""
+    root = run.root
+    return [
+        at_minute(run.started_ns),
+        root.run_id,
+        ", ".join(run.models()),
+        root.profile or "",
+        ", ".join(root.tenant),
+        figure(run.spent.cost_usd),
+        root.ending,
     ]
-    if root.trip is not None:
-        facts += [("stopped by", str(one.reason)) for one in root.trip.violations]
-    typer.echo("| | |\n|---|---|")
-    for name, value in facts:
-        typer.echo(f"| {_escaped(name)} | {_escaped(value)} |")
 
 
-def _escaped(text: str) -> str:
-    return _SPECIAL.sub(r"\\\g<0>", printable(text)).replace("@", "@\u200b")
-
-
-def as_text(run: Run) -> str:
-    """Return the tree of a run as whole lines."""
+def as_text(run: Run, *, is_public: bool = False) -> str:
+    """Return the tree of a run as whole lines, for the public without texts of the run."""
     written = io.StringIO()
-    Console(file=written, width=_WHOLE_LINES).print(_tree(run))
+    Console(file=written, width=_WHOLE_LINES).print(_tree(run, is_public=is_public))
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
-def _tree(run: Run) -> Tree:
+def _tree(run: Run, *, is_public: bool = False) -> Tree:
     root = run.root
     tree = Tree(cell(f"run {root.run_id}: {root.ending}", "bold"))
-    _facts(tree, run)
+    _facts(tree, run, is_public)
     caps = tree.add("caps")
-    for name, share in run.shares().items():
-        full = min(_BAR, round(share * _BAR))
-        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%}"
-        used, cap = figure(used_of(run.usage, name)), figure(root.budget.caps()[name])
-        caps.add(cell(f"{name}: {bar} {used} of {cap}"))
-    if not run.shares():
+    for one in run.caps():
+        full = min(_BAR, round(one.share * _BAR))
+        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {one.share:.0%}"
+        caps.add(cell(f"{one.name}: {bar} {one}"))
+    if not run.caps():
         caps.add("none")
-    _spent(tree, root)
-    for child in root.children:
-        _branch(tree, child)
+    _inside(tree, root, is_public)
     if root.trip is not None:
         stop = tree.add(cell(f"stopped: {root.trip.reason}", "bold red"))
-        for one in root.trip.violations:
-            stop.add(cell(one.detail or str(one.reason)))
+        texts = [one.detail or str(one.reason) for one in root.trip.violations]
         if root.next_step is not None:
-            stop.add(cell(f"it was about to: {root.next_step}"))
+            texts.append(f"it was about to: {root.next_step}")
+        texts += [f"may have taken effect: {call}" for call in root.may_have_taken_effect]
+        for text in () if is_public else texts:
+            stop.add(cell(text))
         if root.finalized:
             stop.add("the model gave a last answer, from the reserve")
-        for call in root.may_have_taken_effect:
-            stop.add(cell(f"may have taken effect: {call}"))
     if root.observed is not None:
-        tree.add(cell(f"would have been stopped (observed): {root.observed.detail}"))
+        why = root.observed.reason if is_public else root.observed.detail
+        tree.add(cell(f"would have been stopped (observed): {why}"))
     if run.damaged is not None:
-        tree.add(cell(f"the log does not fit together: {run.damaged}"))
+        why = "" if is_public else f": {run.damaged}"
+        tree.add(cell(f"the log does not fit together{why}"))
     if root.status != "completed":
         tree.add(f"to go on: {_GO_ON[root.status]}")
     return tree
 
 
-def _facts(tree: Tree, run: Run) -> None:
+def _facts(tree: Tree, run: Run, is_public: bool) -> None:
     root, used = run.root, run.usage
-    facts = [f"started {at_minute(run.started_ns)} UTC, mode {root.mode}"]
+    facts = [f"started {at_minute(run.started_ns)} UTC", f"mode {root.mode}"]
     facts.append(f"{run.seconds:,.1f} seconds")
     if root.budget.profile is not None:
         label = root.budget.profile
         overlay = "" if label.overlay is None else f", overlay {label.overlay}"
         facts.append(f"profile {label.name} version {label.version}{overlay}")
-    if root.tenant:
+    if root.tenant and not is_public:
         facts.append(f"tenant {', '.join(root.tenant)}")
     tree.add(cell(", ".join(facts)))
     for ending in root.earlier:
         tree.add(cell(f"it went on after: {ending}"))
-    estimated = (
-        f", {counted(used.estimated_calls, 'call')} estimated" if used.estimated_calls else ""
-    )
-    unpriced = (
-        f", {counted(used.unpriced_calls, 'call')} of unknown price" if used.unpriced_calls else ""
-    )
-    tree.add(
-        f"used {figure(used.cost_usd)}, {used.total_tokens:,} tokens, "
-        f"{counted(used.iterations, 'iteration')}, {counted(used.model_calls, 'model call')}, "
-        f"{counted(used.tool_calls, 'tool call')}{estimated}{unpriced}"
-    )
+    rare = ((used.estimated_calls, "estimated"), (used.unpriced_calls, "of unknown price"))
+    parts = [
+        f"used {figure(used.cost_usd)}, {used.total_tokens:,} tokens",
+        counted(used.iterations, "iteration"),
+        counted(used.model_calls, "model call"),
+        counted(used.tool_calls, "tool call"),
+        *(f"{counted(calls, 'call')} {what}" for calls, what in rare if calls),
+    ]
+    tree.add(", ".join(parts))
 
 
-def _branch(tree: Tree, node: Node) -> None:
-    branch = tree.add(cell(node.housekeeping or f"run {node.run_id}: {node.ending}"))
-    if node.trip is not None:
-        branch.add(cell(f"stopped: {node.trip.detail}"))
-    _spent(branch, node)
-    for child in node.children:
-        _branch(branch, child)
-
-
-def _spent(tree: Tree, node: Node) -> None:
+def _inside(tree: Tree, node: Node, is_public: bool) -> None:
     if node.models:
         models = tree.add("models")
         for name, spent in _by_cost(node.models):
@@ -282,6 +226,11 @@ def _spent(tree: Tree, node: Node) -> None:
         tree.add(cell(f"fell back {node.fallback}"))
     if node.warned:
         tree.add(cell(f"warned: {', '.join(node.warned)}"))
+    for child in node.children:
+        branch = tree.add(cell(child.housekeeping or f"run {child.run_id}: {child.ending}"))
+        if child.trip is not None:
+            branch.add(cell(f"stopped: {child.trip.reason if is_public else child.trip.detail}"))
+        _inside(branch, child, is_public)
 
 
 def _by_cost(spent: dict[str, Spent]) -> list[tuple[str, Spent]]:

@@ -15,19 +15,16 @@ _LONGEST_NAME: Final = 100
 
 @dataclass(slots=True)
 class Source:
-    """A script, and the modules beside it that it imports.
-
-    Attributes:
-        modules: What is imported, by full name.
-        models: Names of models, as far as they stand in the text.
-        texts: Every text in it, and the names of attributes, with a dot before them.
-        problems: Files that could not be read.
-    """
+    """A script, and the modules beside it that it imports."""
 
     modules: set[str] = field(default_factory=set[str])
+    """What is imported, by full name."""
     models: set[str] = field(default_factory=set[str])
+    """Names of models, as far as they stand in the text."""
     texts: set[str] = field(default_factory=set[str])
+    """Every text in it, and the names of attributes, with a dot before them."""
     problems: list[str] = field(default_factory=list[str])
+    """Files that could not be read."""
 
     def imports(self, module: str) -> bool:
         """Return whether a module, or a part of it, is imported."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Final
 
@@ -19,11 +20,10 @@ from budgetguard_core.kit import (
     failed_usage,
     reported_cost,
 )
-from budgetguard_http._billing import TIERS, tier_of
-from budgetguard_http._conversations import Conversation, Traffic
-from budgetguard_http._policy import Policy
-from budgetguard_http._posted import Posted
-from budgetguard_http._refusal import Refusal, RunStopped
+from budgetguard_http._conversations import Conversation
+from budgetguard_http._policy import TIERS, Policy, tier_of
+from budgetguard_http._posted import Posted, read_posted
+from budgetguard_http._refusal import Made, RunStopped, refusal_text, refused, unknown_refused
 from budgetguard_http._runs import is_own, traffic_of
 from budgetguard_http.protocols import OPAQUE
 from budgetguard_http.protocols.fields import Body, parsed, record
@@ -51,33 +51,23 @@ class Call:
     Attributes:
         run: The run that it is made in.
         at: The run that has admitted it: that of its conversation, or the same.
-        opened: Its admission.
-        posted: The request.
-        policy: What is exempt, and whether usage is asked for.
-        traffic: What is remembered of the run's calls.
         conversation: The conversation that it goes on; None where a layer above knows that.
         length: How many turns the request has, as its caller has them.
-        answer: What reads the answer, and is known of it so far.
     """
 
     run: Run
     at: Run
     opened: OpenModelCall
     posted: Posted
-    policy: Policy
-    traffic: Traffic
     conversation: Conversation | None
     length: int
-    answer: Reader = field(init=False)
     _cost: Decimal | None = None
     _is_over: bool = False
 
     def __post_init__(self) -> None:
         self._tier = self.posted.tier
         protocol = self.posted.protocol
-        self.answer = protocol.reader_type(protocol, self.posted.body)
-
-    # The request
+        self.answer: Reader = protocol.reader_type(protocol, self.posted.body)
 
     def content(self) -> bytes | None:
         """Return what is to be posted instead of what came; None where nothing is changed."""
@@ -87,12 +77,17 @@ class Call:
             return None
         bound, conversation = opened.max_output_tokens, self.conversation
         is_to_bind = bound is not None and bound != opened.call.max_output_tokens
-        may_ask = posted.is_streamed and self.policy.ask_for_usage
+        options = record(body.get("stream_options"))
+        is_to_ask = (
+            (posted.is_streamed and protocol.usage_is_asked_for)
+            and posted.policy.ask_for_usage
+            and not options.get("include_usage")
+        )
         told = [] if conversation is None else conversation.nudges
         if opened.nudge is not None:
             # Until there is an answer: an attempt that failed has told nobody.
             told.append(opened.nudge)
-        if not (is_to_bind or may_ask or told or opened.fallback_model):
+        if not (is_to_bind or is_to_ask or told or opened.fallback_model):
             return None
         known = dict(body)
         if bound is not None and is_to_bind:
@@ -101,14 +96,11 @@ class Call:
             protocol.add_nudge(body, text)
         if opened.fallback_model is not None:
             body["model"] = opened.fallback_model
-        self.answer.hides_usage = may_ask and protocol.ask_for_usage(body)
-        content = _json(body) if told or body != known else None
-        if self.answer.hides_usage:
-            # A synthetic answer has what the caller asked for.
-            body["stream_options"] = known.get("stream_options")
-        return content
-
-    # The answer
+        if not is_to_ask:
+            return _json(body) if told or body != known else None
+        self.answer.hides_usage = True
+        # Not into the body: a synthetic answer has what the caller asked for.
+        return _json({**body, "stream_options": {**options, "include_usage": True}})
 
     def whole(self, content: bytes) -> None:
         """Take a whole answer."""
@@ -137,8 +129,6 @@ class Call:
         if body.get("service_tier"):
             self._tier = tier_of(body)
 
-    # The end
-
     @property
     def is_settled(self) -> bool:
         """True if it was charged."""
@@ -153,25 +143,21 @@ class Call:
         if usage is None or usage.estimated:
             self._project()
         at, cost = self.at, self._cost
-        own = _price(self.run, self.posted, self.policy, usage, self._tier)
+        own = _price(self.run, self.posted, usage, self._tier)
         if cost is None or own is _FREE:
             cost = own
         at.answered(opened, usage, text="".join(answer.text), model=answer.model, cost_usd=cost)
-        self._answered(usage)
+        conversation = self.conversation
+        if conversation is not None:
+            conversation.prompt.measured(usage)
+            conversation.usage = usage
+            if answer.hosted:
+                run = traffic_of(self.run).seat(conversation)
+                for call in run.batch(answer.hosted):
+                    run.start(call)
+                    run.finished(call, "reported")
         if answer.is_cut and not answer.calls:
             at.cut_short(opened)
-
-    def _answered(self, usage: TokenUsage | None) -> None:
-        conversation, answer = self.conversation, self.answer
-        if conversation is None:
-            return
-        conversation.prompt.measured(usage)
-        conversation.usage = usage
-        if answer.hosted:
-            run = self.traffic.seat(conversation)
-            for call in run.batch(answer.hosted):
-                run.start(call)
-                run.finished(call, "reported")
 
     def over(self) -> None:
         """Take the end of the whole exchange, once: the conversation goes on."""
@@ -190,7 +176,7 @@ class Call:
             for call in answer.calls:
                 if call.name == forced:
                     call.kind = "output"
-        self.traffic.answered(conversation, self.length, answer)
+        traffic_of(self.run).answered(conversation, self.length, answer)
 
     def left(self) -> None:
         """Charge a call whose reader left before its end: what was written, and the prompt."""
@@ -219,20 +205,20 @@ class Call:
         self._project()
         self.opened.measured = self.answer.usage
         self.at.failed(self.opened, error, written="".join(self.answer.text))
-        self.traffic.failed(self.posted.raw)
+        traffic_of(self.run).failed(self.posted.raw)
 
     def take_back(self) -> None:
         """Take the call back: no model was called."""
         self.at.take_back(self.opened)
 
-    def refusal(self, trip: Trip | None) -> Refusal:
+    def refusal(self, trip: Trip | None) -> Made:
         """Return what the client gets after the call was taken back, or cut."""
         ended = trip or self.run.check() or self.run.guard.trip
         if ended is None:
             raise RuntimeError("a call was cut, and no limit holds")
         if self.conversation is not None:
             self.conversation.missed(self.posted.body)
-        return Refusal(self.run, self.posted, ended, is_side_call=False)
+        return refused(self.run, self.posted, ended)
 
     def _project(self) -> None:
         call = self.opened.call
@@ -240,8 +226,15 @@ class Call:
             call.input_tokens = _projected(self.posted, None)
 
 
-def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
-    """Ask for a call: admitted, or refused with what its client gets instead."""
+def admitted(
+    run: Run, policy: Policy, host: str, path: str, headers: Mapping[str, str], raw: bytes
+) -> Call | Made | None:
+    """Ask for what is posted: a call, the answer that its client gets instead, or None: no call."""
+    posted = read_posted(host, path, headers, raw, policy)
+    if posted is None:
+        return None
+    if posted.protocol is OPAQUE and policy.on_unknown == "refuse":
+        return unknown_refused()
     frame = current()
     above = None if frame is None else frame.call
     is_below = isinstance(above, OpenModelCall) and above.is_open
@@ -255,27 +248,28 @@ def begin(run: Run, posted: Posted, policy: Policy) -> Call | Refusal:
         asked = conversation.run or run
     retry = traffic.has_failed(posted.raw) or posted.is_retry or not protocol.is_turn
     bound, choices = protocol.bound(body), protocol.choices(body)
+    has_factor = posted.tier is None or posted.tier in TIERS
     call = ModelCall(
-        model=_priced_as(posted),
+        # Nothing tells what another tier costs: so it has no price.
+        model=posted.model if has_factor else f"{posted.model} ({posted.tier})",
         provider=posted.provider,
         retry=retry,
         max_output_tokens=None if bound is None else bound * choices,
         output_is_fixed=posted.is_signed,
         min_output_tokens=protocol.least_bound(body) * choices,
     )
-    if _is_capped(asked):
+    if any(one.budget.needs_usage() for guard in asked.guards for one in guard.lineage):
         call.input_tokens = _projected(posted, conversation)
     most = TokenUsage(call.input_tokens, call.max_output_tokens or _UNKNOWN_ANSWER)
-    call.cost_usd = _price(run, posted, policy, most, posted.tier)
+    call.cost_usd = _price(run, posted, most, posted.tier)
     opened = asked.model_call(call, may_fall_back=_names_its_model(posted))
     if isinstance(opened, Stop):
-        trip = opened.trip
-        refusal = Refusal(run, posted, trip, is_side_call=not (is_below or is_own(run)))
         if conversation is not None:
-            traffic.stopped(conversation, trip, body, refusal.text)
-        return refusal
+            traffic.stopped(conversation, opened.trip, body, refusal_text(run, posted))
+        is_side_call = not (is_below or is_own(run))
+        return refused(run, posted, opened.trip, is_side_call=is_side_call)
     posted.model = opened.fallback_model or posted.model
-    return Call(run, asked, opened, posted, policy, traffic, conversation, len(turns))
+    return Call(run, asked, opened, posted, conversation, len(turns))
 
 
 def _names_its_model(posted: Posted) -> bool:
@@ -286,18 +280,9 @@ def _names_its_model(posted: Posted) -> bool:
     )
 
 
-def _priced_as(posted: Posted) -> str | None:
-    """Return the model; with its tier where nothing tells what that costs, so it has no price."""
-    if posted.tier is None or posted.tier in TIERS:
-        return posted.model
-    return f"{posted.model} ({posted.tier})"
-
-
-def _price(
-    run: Run, posted: Posted, policy: Policy, usage: TokenUsage | None, tier: str | None
-) -> Decimal | None:
+def _price(run: Run, posted: Posted, usage: TokenUsage | None, tier: str | None) -> Decimal | None:
     """Return what a call costs by its exemption or its tier; None for the price book's."""
-    if policy.is_exempt(posted.model):
+    if posted.policy.is_exempt(posted.model):
         return _FREE
     if usage is None:
         return None
@@ -306,10 +291,6 @@ def _price(
         return None
     rates = run.guard.tree.price_book.rates_for(posted.model or "", posted.provider)
     return None if rates is None else factor * rates.cost(usage) / _FEMTO
-
-
-def _is_capped(run: Run) -> bool:
-    return any(one.budget.needs_usage() for guard in run.guards for one in guard.lineage)
 
 
 def _projected(posted: Posted, conversation: Conversation | None) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, Final
@@ -28,23 +30,19 @@ from budgetguard_http.protocols.fields import Body
 from budgetguard_http.protocols.protocol import ApiProtocol, Reader, Result
 
 _MOST_KEPT: Final = 256
-_NO_RESULT: Final = "no result"
 _LONGEST_BEGINNING: Final = 4
 
 
+@dataclass(eq=False)
 class Conversation:
     """One conversation with a model.
 
-    Args:
-        protocol: Its format.
-        head: What it began with.
-
     Attributes:
+        head: What it began with.
         run: Where its loops are looked for; None before that matters.
         prompt: What its next prompt is projected with.
         length: How many turns the last request that was answered had.
-        marks: What the last reply is recognised by.
-        answer_id: The last reply's id, where the provider keeps the conversation.
+        marks: What the last reply is recognised by; its id too, where the provider keeps it.
         pending: Tool calls that the client has got, and no result is known of.
         nudges: Corrections that the model gets with the next request.
         last_reply: The last answer without tool calls, not looked at for repetition yet.
@@ -56,11 +54,14 @@ class Conversation:
         not_sent: Of a request that was refused, what the provider has not seen.
     """
 
-    # What many have in common is the class's: one is made for each that begins.
+    protocol: ApiProtocol
+    head: bytes
+    prompt: Prompt = field(default_factory=Prompt)
+    pending: list[OpenToolCall] = field(default_factory=list[OpenToolCall])
+    nudges: list[str] = field(default_factory=list[str])
     run: Run | None = None
     length: int = 0
-    marks: frozenset[str] = frozenset()
-    answer_id: str | None = None
+    marks: frozenset[str | None] = frozenset()
     last_reply: str | None = None
     is_busy: bool = False
     turns: Sequence[Any] = ()
@@ -68,13 +69,6 @@ class Conversation:
     is_server_side: bool = False
     final: str | None = None
     not_sent: Sequence[Any] = ()
-
-    def __init__(self, protocol: ApiProtocol, head: bytes) -> None:
-        self.protocol = protocol
-        self.head = head
-        self.prompt = Prompt()
-        self.pending: list[OpenToolCall] = []
-        self.nudges: list[str] = []
 
     def missed(self, body: Body) -> None:
         """Note a request that got no answer: one that goes on where the provider keeps the rest."""
@@ -88,10 +82,6 @@ class Traffic:
     Args:
         run: The run.
         is_own: Nobody else looks for loops in it.
-
-    Attributes:
-        trip: Why one of them was stopped by itself; None where none was.
-        latest: The one that was heard of last.
     """
 
     def __init__(self, run: Run, is_own: bool) -> None:
@@ -101,8 +91,9 @@ class Traffic:
         self._kept: dict[Conversation, None] = {}
         self._failed = deque[bytes](maxlen=_MOST_KEPT)
         self._seat: Conversation | None = None
-        self.trip: Trip | None = None
-        self.latest: Conversation | None = None
+        # Why one of them was stopped by itself, and the one that was heard of last.
+        self._trip: Trip | None = None
+        self._latest: Conversation | None = None
 
     def of(self, protocol: ApiProtocol, body: Body, turns: Sequence[Any]) -> Conversation:
         """Return the conversation of a request, with the results that it brings settled."""
@@ -136,11 +127,10 @@ class Traffic:
         said = "".join(answer.said).strip()
         is_busy = conversation.is_busy = bool(conversation.pending)
         conversation.length = length
-        marks = {call.id or call.name for call in answer.calls}
+        marks = {answer.id, *(call.id or call.name for call in answer.calls)}
         conversation.marks = frozenset(marks if is_busy else {*marks, said})
-        conversation.answer_id = answer.id
         conversation.final = conversation.last_reply = None if is_busy else said or None
-        self.latest = conversation
+        self._latest = conversation
         with self._lock:
             self._keep(conversation)
 
@@ -171,12 +161,10 @@ class Traffic:
 
     def has_failed(self, raw: bytes) -> bool:
         """Return whether this very request has failed before; each failure is one retry's."""
-        try:
-            if self._failed:
+        if self._failed:
+            with suppress(ValueError):
                 self._failed.remove(_digest(raw))
                 return True
-        except ValueError:
-            pass
         return False
 
     def ending(self) -> dict[str, Any]:
@@ -185,7 +173,7 @@ class Traffic:
         Its history is that of the conversation that was heard of last.
         """
         with self._lock:
-            kept, latest = list(self._kept), self.latest
+            kept, latest = list(self._kept), self._latest
         for conversation in kept:
             # The client has got tool calls, and never answered.
             self._give_up(conversation)
@@ -193,21 +181,21 @@ class Traffic:
         final = None if latest is None else latest.final
         if latest is not None and final is not None:
             messages.append(latest.protocol.answer_turn(final))
-        trip = self._run.stopped_by or self.trip
+        trip = self._run.stopped_by or self._trip
         return {"messages": messages, "final": final, "trip": trip}
 
     def unsent_input(self) -> list[Any]:
         """Return what the provider lacks of the conversation that was heard of last."""
-        return [] if self.latest is None else [*self.latest.not_sent]
+        return [] if self._latest is None else [*self._latest.not_sent]
 
     def stopped(self, conversation: Conversation, trip: Trip, body: Body, text: str) -> None:
         """Note that a conversation was refused its next call, and with which text."""
         conversation.missed(body)
         conversation.final = text
         if conversation.run is not None and conversation.run is not self._run:
-            self.trip = self.trip or trip
+            self._trip = self._trip or trip
         conversation.is_busy = False
-        self.latest = conversation
+        self._latest = conversation
 
     def _keep(self, conversation: Conversation) -> None:
         """Keep a conversation as the latest."""
@@ -226,7 +214,7 @@ class Traffic:
     ) -> Conversation | None:
         follows, ids = protocol.follows(body), {one.id for one in results}
         latest = [*reversed(self._kept)]
-        by_answer = (one for one in (latest if follows else ()) if one.answer_id == follows)
+        by_answer = (one for one in (latest if follows else ()) if follows in one.marks)
         by_head = (one for one in latest if one.head == head)
         by_reply = (one for one in by_head if _has_reply(protocol, turns[one.length :], one.marks))
         # Its client has cut the history, or the provider keeps it.
@@ -251,7 +239,7 @@ class Traffic:
     def _give_up(self, conversation: Conversation) -> None:
         """Settle the calls that have no result that anybody will hear of."""
         for call in conversation.pending:
-            (conversation.run or self._run).finished(call, OUTCOME_UNKNOWN, error=_NO_RESULT)
+            (conversation.run or self._run).finished(call, OUTCOME_UNKNOWN, error="no result")
         conversation.pending.clear()
 
     def _spoken(self, conversation: Conversation, turns: Sequence[Any]) -> None:
@@ -282,7 +270,7 @@ def _words(turn: Turn) -> str | None:
     return turn.text if turn.role == "user" and (turn.parts or not turn.results) else None
 
 
-def _has_reply(protocol: ApiProtocol, turns: Sequence[Any], marks: frozenset[str]) -> bool:
+def _has_reply(protocol: ApiProtocol, turns: Sequence[Any], marks: frozenset[str | None]) -> bool:
     """Return whether a request holds a reply with such marks before the user's next turn."""
     for message in turns:
         turn = protocol.turn(message)

@@ -22,9 +22,6 @@ class Flight:
     pool before its answer has begun, is left alone: there the time-out of the request ends the wait
     at the deadline, and an abort is seen when the answer begins.
 
-    Args:
-        run: The run that the request is a part of.
-
     Attributes:
         shut: Ends the wait; None where nothing can.
         left: Seconds until the deadline when the request was about to be sent; None without one.
@@ -45,12 +42,7 @@ class Flight:
 
     def is_late(self) -> bool:
         """Return whether the run has ended while the request was in flight."""
-        if self.trip is not None:
-            return True
-        run = self._run
-        if run.aborted or run.time_left() == 0:
-            return run.check() is not None
-        return False
+        return ended(self._run, self.trip) is not None
 
     def trace(self, extensions: dict[str, Any]) -> None:
         """Trace the connection by an extension of the request, httpx's `trace`."""
@@ -89,6 +81,12 @@ class Flight:
             with suppress(Exception):
                 # The answer may have come to its end by itself.
                 self.shut()
+
+
+def ended(run: Run, cut: Trip | None) -> Trip | None:
+    """Return why a run has ended: what has cut a call of it, or what holds now."""
+    is_over = run.aborted or run.time_left() == 0
+    return run.check() if cut is None and is_over else cut
 
 
 def _shut_down(stream: Any) -> None:

@@ -10,10 +10,8 @@ import struct
 import zlib
 from typing import Any, ClassVar, Final
 
-from budgetguard_http.protocols.fields import parsed, record
-from budgetguard_http.protocols.protocol import Event
+from budgetguard_http.protocols.fields import Event, parsed, record
 
-_END: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _LONGEST_END: Final = 4
 _CRC: Final = struct.Struct(">I")
 _FRAME: Final = 16
@@ -67,6 +65,7 @@ class ServerSentEvents(Frames):
     """`text/event-stream`."""
 
     passes_all = False
+    ends: ClassVar[re.Pattern[bytes]] = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -77,7 +76,7 @@ class ServerSentEvents(Frames):
         self._rest += data
         events: list[bytes] = []
         begin = 0
-        for end in [found.end() for found in _END.finditer(self._rest, known)]:
+        for end in [found.end() for found in self.ends.finditer(self._rest, known)]:
             events.append(bytes(self._rest[begin:end]))
             begin = end
         del self._rest[:begin]
@@ -108,20 +107,10 @@ class ServerSentEvents(Frames):
         return f"{head}data: {text}\n\n".encode()
 
 
-class Lines(Frames):
+class Lines(ServerSentEvents):
     """`application/x-ndjson`, of Ollama: an event is a line."""
 
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Cut after each line."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
-
-    def rest(self) -> bytes:
-        """Take out the last line."""
-        return self._rest
+    ends = re.compile(rb"\n")
 
     def parse(self, event: bytes) -> Event | None:
         """Return a line's JSON."""

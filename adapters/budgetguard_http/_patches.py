@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from budgetguard_http._seam import Seam
+from budgetguard_http._seam import Exchange, Seam
 from budgetguard_http.bedrock import SERVICE, Hooks, is_hooked
 
 _MODULES: Final = ("httpx", "httpx2")
@@ -19,12 +19,7 @@ _AIOHTTP: Final = "has_aiohttp"
 
 
 class Patches:
-    """The patches of one process, in place while somebody holds them.
-
-    Args:
-        seam: What a request passes.
-        hooks: The same for boto3.
-    """
+    """The patches of one process, in place while somebody holds them."""
 
     def __init__(self, seam: Seam, hooks: Hooks) -> None:
         self._seam = seam
@@ -71,8 +66,17 @@ class Patches:
                 continue  # one module under two names
             patched = self._sending(own, is_async=owner is mod.AsyncClient)
             patched.budgetguard = self
-            owner.send = patched
-            self._undo.append(functools.partial(_restore, owner, "send", patched, own))
+            self._put(owner, "send", patched)
+
+    def _put(self, owner: Any, name: str, patched: Any) -> None:
+        own = getattr(owner, name)
+        setattr(owner, name, patched)
+
+        def undo() -> None:
+            if getattr(owner, name) is patched:  # and not by somebody else since
+                setattr(owner, name, own)
+
+        self._undo.append(undo)
 
     def _hook(self, owner: Any) -> None:
         """Hook each client of Bedrock when it is first used."""
@@ -87,8 +91,7 @@ class Patches:
                 self._hooks.register(client)
             return own(client, operation_name, api_params)
 
-        owner._make_api_call = call  # noqa: SLF001
-        self._undo.append(functools.partial(_restore, owner, "_make_api_call", call, own))
+        self._put(owner, "_make_api_call", call)
         self._undo.append(self._hooks.unregister_all)
 
     def _sending(self, own: Any, *, is_async: bool) -> Any:
@@ -100,12 +103,6 @@ class Patches:
             if not self._holders:
                 # Somebody else has patched the patch, and keeps it.
                 return through(request)
-            passed = self._seam.send
-            return passed(request, through, stream=stream, of_client=True, is_async=is_async)
+            return self._seam.send(Exchange(request, through, is_async, stream, of_client=True))
 
         return send
-
-
-def _restore(owner: Any, name: str, patched: Any, own: Any) -> None:
-    if getattr(owner, name) is patched:
-        setattr(owner, name, own)

@@ -1,32 +1,31 @@
-"""The policy for requests to providers that are not understood, and for models that are free."""
+"""The policy for requests: which bill a model, by what factor, and what is not understood."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 from budgetguard_core import ConfigurationError
 from budgetguard_core.kit import EnvelopeOptions
+from budgetguard_http.protocols.fields import Body, record, text_or_none
 
 OnUnknown: TypeAlias = Literal["admit", "pass", "refuse"]
 
 PROVIDERS: Final = (
-    "api.openai.com",
-    "*.api.openai.com",
+    "*api.openai.com",
     "*.openai.azure.com",
     "*.services.ai.azure.com",
     "*.cognitiveservices.azure.com",
     "api.anthropic.com",
     "generativelanguage.googleapis.com",
-    "aiplatform.googleapis.com",
-    "*-aiplatform.googleapis.com",
+    "*aiplatform.googleapis.com",
     "api.mistral.ai",
     "codestral.mistral.ai",
-    "bedrock-runtime.*.amazonaws.com",
-    "bedrock-runtime-fips.*.amazonaws.com",
+    "bedrock-runtime*.amazonaws.com",
     "api.cohere.com",
     "api.cohere.ai",
     "api.deepseek.com",
@@ -39,6 +38,27 @@ PROVIDERS: Final = (
     "openrouter.ai",
 )
 """Hosts where a request that is not understood may cost something."""
+_BILLED: Final = re.compile(
+    r"/(completions|complete|responses|messages|chat|generate|embed|embeddings|rerank|ocr)$"
+    r"|/(classify|classifications|summarize|interactions|batches|fine_tuning/jobs|async-invoke)$"
+    r"|/images/(generations|edits|variations)$|/audio/(speech|transcriptions|translations)$"
+    r"|/videos(/[^/]+/remix)?$|/threads/([^/]+/)?runs$|/evals/[^/]+/runs$|/batch/jobs$"
+    r"|:(generate|streamGenerate|batchGenerate|embed|batchEmbed|asyncBatchEmbed|predict)\w*$"
+    r"|(?<!/count-tokens):(streamR|r)awPredict$"
+    r"|/model/.+/(invoke|converse)[^/]*$|/guardrail/.+/apply$"
+)
+"""The ends of addresses where a POST bills a model. What else a provider has costs nothing here:
+files, vector stores, containers, threads, evals, client secrets, moderations, counts of tokens."""
+_CONVERSATIONS: Final = re.compile(r"/conversations(/|$)(?!.*/cancel$)")
+
+TIERS: Final = {
+    "flex": Decimal("0.5"),
+    "batch": Decimal("0.5"),
+    "priority": Decimal(2),
+    "in us": Decimal("1.1"),
+}
+"""The most that a tier of service costs, of what the default does. Any other tier has no price."""
+_DEFAULT: Final = frozenset({"auto", "default", "standard", "standard_only", "on_demand"})
 _PROVIDER: Final = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in PROVIDERS))
 
 
@@ -86,11 +106,7 @@ class Policy:
 
     def is_exempt(self, model: str | None) -> bool:
         """Return whether a model costs no money."""
-        return (
-            bool(self.exempt)
-            and model is not None
-            and any(fnmatchcase(model, one) for one in self.exempt)
-        )
+        return model is not None and any(fnmatchcase(model, one) for one in self.exempt)
 
 
 class ClientOptions(EnvelopeOptions, total=False):
@@ -102,12 +118,30 @@ class ClientOptions(EnvelopeOptions, total=False):
 
 
 def split(options: ClientOptions) -> tuple[Policy, EnvelopeOptions]:
-    """Return the policy of a way in, and the options of its envelope.
-
-    Raises:
-        ConfigurationError: A setting makes no sense.
-    """
+    """Return the policy of a way in, and the options of its envelope."""
     rest = cast("dict[str, Any]", {**options})
     names = [one.name for one in fields(Policy)]
     policy = Policy(**{name: rest.pop(name) for name in names if name in rest})
     return policy, cast("EnvelopeOptions", rest)
+
+
+def bills(host: str, path: str) -> bool:
+    """Return whether a POST to a provider bills a model."""
+    if _BILLED.search(path) is not None:
+        return not ("/threads/" in path and path.endswith("/messages"))
+    # Mistral's are calls of a model; elsewhere they are where those are stored.
+    is_mistral = plain_host(host).endswith("mistral.ai")
+    return is_mistral and _CONVERSATIONS.search(path) is not None
+
+
+def tier_of(body: Body) -> str | None:
+    """Return the tier of service that a request asks for, or an answer had; None for the default.
+
+    Regions count as tiers, and so does a faster mode.
+    """
+    given = body.get("service_tier") or body.get("serviceTier")
+    tier = text_or_none(given) or text_or_none(record(given).get("type"))
+    if tier is None or tier in _DEFAULT:
+        tier = "fast" if body.get("speed") == "fast" else None
+    region = text_or_none(body.get("inference_geo"))
+    return tier if tier is not None or region in (None, "global") else f"in {region}"

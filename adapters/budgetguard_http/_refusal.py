@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from budgetguard_core import Trip
 from budgetguard_core.kit import Run, synthetic_metadata, synthetic_text
 from budgetguard_http._frames import frames_at
 from budgetguard_http._posted import Posted
 
-Made: TypeAlias = tuple[int, Mapping[str, str], bytes]
-"""Status, headers and body of an answer that was made here."""
-STATUS: Final = 402
-"""Payment Required, the one status of its meaning that no client tries again."""
 REFUSED: Final = "budgetguard_refused"
 """The extension of an answer that no server has made."""
-REASON_HEADER: Final = "x-budgetguard-stop-reason"
-RUN_HEADER: Final = "x-budgetguard-run-id"
 _UNKNOWN: Final = "This request was not sent: what it costs is not known here."
 _UNSENT: Final = (
     "The provider still waits for the results of this request: send unsent_input() before anything "
     "else."
 )
 _ERROR: Final = "This run was stopped before this call started."
+
+
+class Made(NamedTuple):
+    """An answer that was made here."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
 
 
 class RunStopped(BaseException):
@@ -43,8 +45,16 @@ class RunStopped(BaseException):
         self.trip = trip
 
 
-class Refusal:
-    """A call that may not start.
+def refusal_text(run: Run, posted: Posted) -> str:
+    """Return the words of the answer to a request that may not start."""
+    text, protocol, body = synthetic_text(run.guard), posted.protocol, posted.body
+    # It answers every turn without them with an error.
+    waits = protocol.follows(body) is not None and protocol.results(body)
+    return f"{text} {_UNSENT}" if waits else text
+
+
+def refused(run: Run, posted: Posted, trip: Trip, *, is_side_call: bool = False) -> Made:
+    """Return the answer to a call that may not start.
 
     Args:
         run: The run that refuses it.
@@ -52,51 +62,31 @@ class Refusal:
         trip: Why the run ends.
         is_side_call: It was made inside of a run that is another adapter's: there the synthetic
             answer would be taken for an answer.
+
+    Raises:
+        RunStopped: The run's envelope says so.
     """
-
-    def __init__(self, run: Run, posted: Posted, trip: Trip, *, is_side_call: bool) -> None:
-        self._run = run
-        self._posted = posted
-        self._trip = trip
-        self._is_side_call = is_side_call
-        self.text = synthetic_text(run.guard)
-        if posted.protocol.follows(posted.body) is not None and posted.protocol.results(
-            posted.body
-        ):
-            # It answers every turn without them with an error.
-            self.text = f"{self.text} {_UNSENT}"
-
-    def content(self) -> Made:
-        """Return status, headers and body of the answer.
-
-        Raises:
-            RunStopped: The run's envelope says so.
-        """
-        run, posted, trip = self._run, self._posted, self._trip
-        if run.envelope.on_trip == "raise" and not self._is_side_call:
-            raise RunStopped(trip)
-        headers = {
-            REASON_HEADER: str(trip.reason),
-            RUN_HEADER: run.guard.run_id,
-            # A client of OpenAI's family looks here first, whatever the status is.
-            "x-should-retry": "false",
-        }
-        protocol, body = posted.protocol, posted.body
+    if run.envelope.on_trip == "raise" and not is_side_call:
+        raise RunStopped(trip)
+    # A client of OpenAI's family looks at the last first, whatever the status is.
+    headers = {
+        "x-budgetguard-stop-reason": str(trip.reason),
+        "x-budgetguard-run-id": run.guard.run_id,
+        "x-should-retry": "false",
+    }
+    protocol, body, model = posted.protocol, posted.body, posted.model or ""
+    form, text = protocol.form(body), refusal_text(run, posted)
+    if (form == "text" or (form == "json" and protocol.can_refuse)) and not is_side_call:
         mark = dict(synthetic_metadata(run.guard, trip))
-        model = posted.model or ""
-        form = protocol.form(body)
-        is_text = form == "text" or (form == "json" and protocol.can_refuse)
-        if is_text and not self._is_side_call:
-            if posted.is_streamed:
-                events = protocol.synthetic_stream(body, model, self.text, mark)
-                if events:
-                    frames, kind = frames_at(posted.path)
-                    stream = b"".join(map(frames.write, events))
-                    return 200, {**headers, "content-type": kind}, stream
-            whole = protocol.synthetic(body, model, self.text, mark)
-            if whole is not None:
-                return 200, {**headers, "content-type": "application/json"}, _json(whole)
-        return _error(_ERROR, "run_stopped", headers)
+        events = protocol.synthetic_stream(body, model, text, mark) if posted.is_streamed else None
+        if events:
+            frames, kind = frames_at(posted.path)
+            stream = b"".join(map(frames.write, events))
+            return Made(200, {**headers, "content-type": kind}, stream)
+        whole = protocol.synthetic(body, model, text, mark)
+        if whole is not None:
+            return Made(200, {**headers, "content-type": "application/json"}, _json(whole))
+    return _error(_ERROR, "run_stopped", headers)
 
 
 def unknown_refused() -> Made:
@@ -121,7 +111,8 @@ def respond(mod: Any, request: Any, made: Made) -> Any:
 def _error(text: str, code: str, headers: Mapping[str, str]) -> Made:
     error = {"message": text, "type": code, "code": code}
     body = _json({"type": "error", "message": text, "error": error})
-    return STATUS, {**headers, "content-type": "application/json"}, body
+    # Payment Required: the one status of its meaning that no client tries again.
+    return Made(402, {**headers, "content-type": "application/json"}, body)
 
 
 def _json(value: Any) -> bytes:

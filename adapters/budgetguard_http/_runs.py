@@ -37,25 +37,17 @@ class EnvelopeRuns:
     Outside of any other run its calls are one run, from the first to `end`. Within another it has
     a run for each, charged beside that.
 
-    Args:
-        envelope: The transport's envelope.
-
     Attributes:
         outside: The run of the calls that are part of no other; None before the first.
+        latest: The latest run within another one.
     """
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope
         self._lock = threading.Lock()
         self.outside: Run | None = None
-        self._latest: Run | None = None
+        self.latest: Run | None = None
         self._arounds: weakref.WeakSet[Run] = weakref.WeakSet()
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The outcome of that run, or of the latest one within another; None before its end."""
-        run = self.outside or self._latest
-        return None if run is None else run.outcome
 
     def here(self) -> Run:
         """Return the run that a call from this code is a part of."""
@@ -70,8 +62,8 @@ class EnvelopeRuns:
             return around
         with self._lock:
             self._arounds.add(around)
-        self._latest = around.part(self, self)
-        return self._latest
+        self.latest = around.part(self, self)
+        return self.latest
 
     def open(self, *, loose: bool = False) -> Run:
         """Open the run of the calls within another: beside that, and not within.

@@ -9,7 +9,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from budgetguard_core import Trip
 from budgetguard_core.kit import (
     FRAME,
     Flow,
@@ -22,22 +21,23 @@ from budgetguard_core.kit import (
     run_blocking,
 )
 from budgetguard_http import audit
-from budgetguard_http._call import AnsweredWith, Call, begin
-from budgetguard_http._flight import Flight
+from budgetguard_http._call import AnsweredWith, Call, admitted
+from budgetguard_http._flight import Flight, ended
 from budgetguard_http._frames import frames_of
 from budgetguard_http._policy import Policy
-from budgetguard_http._posted import may_be_posted, plain_path, read_posted
-from budgetguard_http._refusal import REFUSED, Refusal, respond, unknown_refused
+from budgetguard_http._posted import may_be_posted, plain_path
+from budgetguard_http._refusal import REFUSED, Made, respond
 from budgetguard_http._runs import is_off
-from budgetguard_http._secrets import hide
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
 from budgetguard_http.protocols import OPAQUE
 
-_REDIRECTS = range(300, 400)
 _FIRST_PATH = "budgetguard_first_path"
 _IDENTITY = "identity"
 _WAITS = (("retry-after-ms", 1000), ("retry-after", 1))
 _PHASES = ("connect", "read", "write", "pool")
+_KEYS = ("authorization", "key", "token", "cookie", "secret")
+_SHORTEST_KEY = 6
+_LONGEST_CHAIN = 16
 _Found: TypeAlias = tuple[Run, Policy, str]
 # What a whole answer that was read here brings along that its content does not fit to any more.
 _OF_THE_BYTES = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
@@ -55,31 +55,15 @@ class Seam:
         self._here = here
         self._policy_of = policy_of
 
-    def send(
-        self,
-        request: Any,
-        send: Callable[[Any], Any],
-        *,
-        stream: bool,
-        of_client: bool,
-        is_async: bool = False,
-    ) -> Any:
-        """Send a request, or answer it; on an event loop, return what is to be awaited.
-
-        Args:
-            request: Of httpx or httpx2.
-            send: Sends it.
-            stream: Its caller reads the body.
-            of_client: The response is a client's, with its history and its time.
-            is_async: It is on an event loop.
-        """
-        found = self._found(request)
+    def send(self, exchange: Exchange) -> Any:
+        """Send a request, or answer it; on an event loop, return what is to be awaited."""
+        found = self._found(exchange.request)
         if found is None and not audit.is_on():
-            return send(request)
-        flow = self._sent(_Exchange(request, send, stream, of_client, is_async), found)
-        return run_awaited(flow) if is_async else run_blocking(flow)
+            return exchange.send(exchange.request)
+        flow = self._sent(exchange, found)
+        return run_awaited(flow) if exchange.is_async else run_blocking(flow)
 
-    def _sent(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
+    def _sent(self, exchange: Exchange, found: _Found | None) -> Flow[Any]:
         host = exchange.request.url.host
         with audit.expected(host) if audit.is_on() else nullcontext():
             response = yield from self._answered(exchange, found)
@@ -87,25 +71,22 @@ class Seam:
             yield Step(response.read, response.aread)  # it was made here
         return response
 
-    def _answered(self, exchange: _Exchange, found: _Found | None) -> Flow[Any]:
+    def _answered(self, exchange: Exchange, found: _Found | None) -> Flow[Any]:
         request = exchange.request
         if found is None:
             return (yield exchange.sending(request))
         run, policy, path = found
         yield Step(request.read, request.aread)
-        posted = read_posted(request.url.host, path, request.headers, request.content, policy)
-        if posted is None:
+        host, mod = request.url.host, module_of(request)
+        call = admitted(run, policy, host, path, request.headers, request.content)
+        if call is None:
             return (yield exchange.sending(request))
-        mod = module_of(request)
-        if posted.is_unwanted:
-            return respond(mod, request, unknown_refused())
-        call = begin(run, posted, policy)
-        if isinstance(call, Refusal):
-            return respond(mod, request, call.content())
+        if isinstance(call, Made):
+            return respond(mod, request, call)
         try:
             held = yield from call.run.waited(call.opened)
             if isinstance(held, Stop):
-                return respond(mod, request, call.refusal(held.trip).content())
+                return respond(mod, request, call.refusal(held.trip))
             exchange.flight = None if exchange.is_async else Flight(run)
             # An adapter above cuts its own calls, but for those that block.
             is_mine = exchange.is_async and call.opened.above is None
@@ -115,47 +96,50 @@ class Seam:
             if made is not None or watch is None:
                 return made
             call.failed("cut short")
-            ended = watch.trip or run.stopped_by
+            trip = watch.trip or run.stopped_by
         except BaseException as error:
-            hide(error, request)
+            _hide(error, request)
             call.failed(error)
-            ended = _ended(mod, error, exchange.flight, run)
-            if ended is None:
+            if not isinstance(error, mod.TransportError | TimeoutError):
+                raise
+            # It may be nothing but the end of the run.
+            trip = ended(run, None if exchange.flight is None else exchange.flight.trip)
+            if trip is None:
                 raise
         finally:
             if exchange.flight is not None and not exchange.is_kept:
                 exchange.flight.close()
-        return respond(mod, request, call.refusal(ended).content())
+        return respond(mod, request, call.refusal(trip))
 
     def _found(self, request: Any) -> _Found | None:
         """Return the run that a request may be a call of, its policy, and the request's path."""
-        if request.method != "POST":
-            return None
-        run = self._here()
+        run = self._here() if request.method == "POST" else None
         if run is None:
             return None
         policy = self._policy_of(run)
-        # Where it went before it was redirected: that tells its format.
+        # Where it went first: that tells its format.
         path = plain_path(request.extensions.get(_FIRST_PATH) or request.url.path)
-        if not may_be_posted(request.url, path, policy) or is_off(run):
+        if not may_be_posted(request.url.host, path, policy) or is_off(run):
             return None
         return run, policy, path
 
 
 @dataclass(slots=True)
-class _Exchange:
-    """One request and its answer, blocking or on an event loop; as `Seam.send` takes them.
+class Exchange:
+    """One request of httpx or httpx2 and its answer, blocking or on an event loop.
 
     Attributes:
+        stream: Its caller reads the body.
+        of_client: The response is a client's, with its history and its time.
         flight: Ends it where it blocks.
         is_kept: The answer is a stream that its caller reads.
     """
 
     request: Any
     send: Callable[[Any], Any]
-    stream: bool
-    of_client: bool
-    is_async: bool
+    is_async: bool = False
+    stream: bool = True
+    of_client: bool = False
     flight: Flight | None = None
     is_kept: bool = False
 
@@ -172,9 +156,12 @@ class _Exchange:
         finally:
             FRAME.reset(token)
             request.extensions = own
+        if response.has_redirect_location:
+            # Its client takes the extensions along.
+            request.extensions = {**own, _FIRST_PATH: call.posted.path}
         if flight is not None:
             flight.answered(response)
-        if not _is_an_answer(request, response, call):
+        if not _is_an_answer(response, call):
             return response
         passing = _passing(mod, response, call)
         if passing is None:
@@ -217,8 +204,7 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
         headers = request.headers.copy()
         headers.pop("transfer-encoding", None)  # a request has one of the two
         headers["content-length"] = str(len(content))
-        stream = mod.ByteStream(content)
-        request = mod.Request(request.method, request.url, stream=stream)
+        request = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
         request.headers = headers
         request.read()
     if call.posted.is_streamed and not call.posted.is_signed:
@@ -228,19 +214,14 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     return request
 
 
-def _is_an_answer(request: Any, response: Any, call: Call) -> bool:
+def _is_an_answer(response: Any, call: Call) -> bool:
     """Settle what is no answer of a model: a redirect, an error, a refusal by a seam below."""
-    if REFUSED in response.extensions:
+    status = response.status_code
+    if REFUSED in response.extensions or status in range(300, 400):
         call.take_back()
         return False
-    status = response.status_code
     if status < 300:
         return True
-    if status in _REDIRECTS:
-        # The client takes the extensions along to wherever it is sent.
-        request.extensions = {**request.extensions, _FIRST_PATH: call.posted.path}
-        call.take_back()
-        return False
     call.failed(AnsweredWith(status))
     _shorten(response, 0 if call.run.aborted else call.run.time_left())
     return False
@@ -298,10 +279,29 @@ def _remade(mod: Any, response: Any, content: bytes, of_client: bool) -> Any:
     return made
 
 
-def _ended(mod: Any, error: BaseException, flight: Flight | None, run: Run) -> Trip | None:
-    """Return whether an error is nothing but the end of the run, and why that ended."""
-    if not isinstance(error, mod.TransportError | TimeoutError):
-        return None
-    cut = None if flight is None else flight.trip
-    is_over = run.aborted or run.time_left() == 0
-    return run.check() if cut is None and is_over else cut
+def _hide(error: BaseException, request: Any) -> None:
+    """Take the keys of a request out of the texts of an error, and of those that led to it.
+
+    h11 and h2 quote a header whose value is no valid one, as that of a key with a line's end is.
+    Such a text would be in the outcome's `error`, and in the log of whoever writes that down.
+    """
+    secrets = [
+        part
+        for name, value in [*request.headers.multi_items(), *request.url.params.multi_items()]
+        if any(one in name.lower() for one in _KEYS)
+        for part in value.split()
+        if len(part) >= _SHORTEST_KEY
+    ]
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        link.args = tuple(_hidden(one, secrets) for one in link.args)
+        link = link.__cause__ or link.__context__
+
+
+def _hidden(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "[hidden]")
+    return value

@@ -18,9 +18,8 @@ class Passing:
 
     Args:
         call: The call that it answers.
-        frames: How its events are written; None where nobody can read it: it is passed on as it
-            is, and estimated.
-        timed_out: Makes the error of the client's own for an answer that did not come in time.
+        frames: How its events are written; None: nobody can read it, it passes and is estimated.
+        timed_out: Makes the client's own error for an answer that did not come in time.
     """
 
     def __init__(
@@ -144,9 +143,8 @@ class Stream:
         inner: The stream that it passes on.
         call: The call that is answered.
         watch: Ends the wait when the run ends.
-        chunks: The generator that passes it on: one for all readers, because newer SDKs read on
-            after the end of the answer, to give the connection back. It does not refer to this
-            object, which would outlive its reader.
+        chunks: The generator that passes it on: one for all readers, as newer SDKs read on after
+            the answer. It does not refer to this object, which would outlive its reader.
     """
 
     def __init__(self, inner: Any, call: Call, watch: Flight | Scope | None, chunks: Any) -> None:

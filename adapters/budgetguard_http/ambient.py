@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self, Unpack
@@ -37,7 +36,8 @@ from budgetguard_http.bedrock import Hooks
 _DEFAULT = Policy()
 _BOUNDS = frozenset({"ledger", "profile"})
 _LOCK = threading.Lock()
-_POLICIES: weakref.WeakKeyDictionary[Run, Policy] = weakref.WeakKeyDictionary()
+# Kept with the run itself.
+_POLICY = "_budgetguard_http_policy"
 
 
 class _Ambient:
@@ -54,7 +54,8 @@ class _Ambient:
 
     def policy_of(self, run: Run) -> Policy:
         """Return the policy of a block's run, or that of `install`."""
-        return _POLICIES.get(run) or self.installed or _DEFAULT
+        own: Policy | None = vars(run).get(_POLICY)
+        return own or self.installed or _DEFAULT
 
 
 _AMBIENT = _Ambient()
@@ -149,7 +150,7 @@ class bounded_clients:
         self._everywhere = everywhere
         self._run: Run | None = None
         self._stack = ExitStack()
-        self._uncovered: audit.Counts = {}
+        self._uncovered: dict[str, int] = {}
 
     @property
     def run(self) -> Run:
@@ -203,7 +204,7 @@ class bounded_clients:
         opening = opened(self._envelope, resume=self._resume)
         run = self._run = run_blocking(opening)[0]
         run.is_of_clients = True
-        _POLICIES[run] = self._policy
+        vars(run)[_POLICY] = self._policy
         if self._everywhere:
             with _LOCK:
                 if _AMBIENT.everywhere is not None:

@@ -7,14 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from budgetguard_http._policy import is_provider, plain_host
-
-Counts: TypeAlias = dict[str, int]
-
-_LOOK_UP: Final = "socket.getaddrinfo"
-
 
 # Again by the same thread: a signal's handler may look up a host of its own.
 _LOCK: Final = threading.RLock()
@@ -25,11 +20,10 @@ _HOOKS: Final[list[Any]] = []
 
 def _heard(event: str, args: tuple[Any, ...]) -> None:
     """Take an audit event of the interpreter: a look-up that no request in flight explains."""
-    host = args[0] if event == _LOOK_UP and args else None
+    host = args[0] if event == "socket.getaddrinfo" and args else None
     if isinstance(host, bytes):
         host = host.decode("ascii", "replace")
-    # Where a name is looked up in a thread of an event loop's, no context tells whose it is:
-    # a request in flight to the same host explains it.
+    # No context tells whose look-up in a thread of an event loop's it is: a request in flight does.
     if isinstance(host, str) and is_provider(host):
         with _LOCK:
             if not _EXPECTED[plain_host(host)]:
@@ -44,7 +38,7 @@ def watch() -> None:
             sys.addaudithook(_heard)
 
 
-def uncovered_hosts() -> Counts:
+def uncovered_hosts() -> dict[str, int]:
     """Return how often each provider's host was connected to past the seam, since `watch`.
 
     Websockets, aiohttp, `requests` and the like are seen when they look a host up: a connection

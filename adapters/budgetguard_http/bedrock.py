@@ -8,23 +8,21 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, TypeVar, Unpack
 from urllib.parse import unquote, urlsplit
 
 from budgetguard_core import AdapterError, Budget, Guard
 from budgetguard_core.kit import Envelope, Run, Stop
 from budgetguard_http import audit
-from budgetguard_http._billing import bills
-from budgetguard_http._call import AnsweredWith, Call, begin
+from budgetguard_http._call import AnsweredWith, Call, admitted
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
 from budgetguard_http._policy import ClientOptions, Policy
-from budgetguard_http._posted import read_posted
-from budgetguard_http._refusal import Made, Refusal, unknown_refused
+from budgetguard_http._posted import RETRIES, may_be_posted
+from budgetguard_http._refusal import Made
 from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, Stream, passed
-from budgetguard_http.protocols import is_path_of_a_model
-from budgetguard_http.transport import Bounded
+from budgetguard_http.transport import Blocking
 
 SERVICE: Final = "bedrock-runtime"
 _Client = TypeVar("_Client")
@@ -59,12 +57,7 @@ class _Exchange:
 
 
 class Hooks:
-    """The handlers of clients' events; the seam of `Seam` for boto3.
-
-    Args:
-        here: Returns the run that a call from the running code is a part of; None for nobody's.
-        policy_of: Returns what is done with what is not understood, in a run.
-    """
+    """The handlers of clients' events; for boto3 what `Seam` is, of the same arguments."""
 
     def __init__(self, here: Callable[[], Run | None], policy_of: Callable[[Run], Policy]) -> None:
         self._here = here
@@ -111,24 +104,19 @@ class Hooks:
         policy = self._policy_of(run)
         address = urlsplit(str(request.url))
         path = unquote(address.path)
-        if not is_path_of_a_model(path) and (policy.on_unknown == "pass" or not bills(_HOST, path)):
+        if not may_be_posted(_HOST, path, policy):
             return
         data = request.data
         raw = data.encode() if isinstance(data, str) else bytes(data or b"")
-        posted = read_posted(_HOST, path, {}, raw, policy)
-        if posted is None:
-            return
-        if posted.is_unwanted:
-            self._next.answer = unknown_refused
-            return
-        posted.is_retry = request.context.get("retries", {}).get("attempt", 1) > 1
-        call = begin(run, posted, policy)
+        attempt = request.context.get("retries", {}).get("attempt", 1)
+        headers = {RETRIES: str(attempt - 1)}
+        call = admitted(run, policy, _HOST, path, headers, raw)
         if isinstance(call, Call):
             held = call.run.wait(call.opened)
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
-        if isinstance(call, Refusal):
-            self._next.answer = call.content
+        if not isinstance(call, Call):
+            self._next.answer = call
             return
         content = call.content()
         if content is not None:
@@ -137,12 +125,12 @@ class Hooks:
 
     def _sending(self, request: Any, **_: Any) -> Any:
         """Answer an attempt that may not start."""
-        answer: Callable[[], Made] | None = getattr(self._next, "answer", None)
+        answer: Made | None = getattr(self._next, "answer", None)
         if answer is None:
             return None
         self._next.answer = None
-        made: Any = importlib.import_module("botocore.awsrequest")  # it brings no types
-        status, headers, content = answer()
+        made = _botocore("awsrequest")
+        status, headers, content = answer
         # The name by which boto3 tells an error.
         named = {**headers, "x-amzn-errortype": "RunStopped"} if status != 200 else headers
         return made.AWSResponse(request.url, status, made.HeadersDict(named), _Raw(content))
@@ -177,7 +165,7 @@ def is_hooked(client: Any) -> bool:
     return client in _HOOKED
 
 
-class BudgetHooks(Bounded):
+class BudgetHooks(Blocking):
     """Bounds the calls of boto3's Bedrock clients: `hooks.register(boto3.client(...))`.
 
     By botocore's events alone: nothing is patched. Each attempt is admitted before it is signed,
@@ -204,7 +192,7 @@ class BudgetHooks(Bounded):
         **options: Unpack[ClientOptions],
     ) -> None:
         super().__init__(budget, **options)
-        self._hooks = Hooks(self._runs.here, lambda _: self._policy)
+        self._hooks = Hooks(self._runs.here, self._policy_of)
 
     def register(self, client: _Client) -> _Client:
         """Bound a client from now on, and return it.
@@ -224,16 +212,6 @@ class BudgetHooks(Bounded):
         self._hooks.register(client)
         return client
 
-    def close(self) -> None:
-        """End the run of the calls; clients that go on begin another one."""
-        self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
 
 class _Raw(io.BytesIO):
     """The bytes of an answer that no connection has brought."""
@@ -252,7 +230,8 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
     if not call.posted.is_streamed and frames_at(call.posted.path)[1] != EVENT_STREAM:
         content = parsed[field].read()
         call.whole(content)
-        parsed[field] = _body(content)
+        body = _botocore("response").StreamingBody
+        parsed[field] = body(io.BytesIO(content), len(content))
         return False
     # urllib3 2.3 and later
     flight.shut = getattr(response["body"], "shutdown", None)
@@ -265,11 +244,11 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
 
 def _read_timeout(path: str) -> Exception:
     """Return botocore's own error for an answer that did not come in time."""
-    errors: Any = importlib.import_module("botocore.exceptions")  # it brings no types
-    made: Exception = errors.ReadTimeoutError(endpoint_url=path, error="the run has ended")
+    made: Exception = _botocore("exceptions").ReadTimeoutError(
+        endpoint_url=path, error="the run has ended"
+    )
     return made
 
 
-def _body(content: bytes) -> Any:
-    bodies: Any = importlib.import_module("botocore.response")  # it brings no types
-    return bodies.StreamingBody(io.BytesIO(content), len(content))
+def _botocore(name: str) -> Any:
+    return importlib.import_module(f"botocore.{name}")  # it brings no types

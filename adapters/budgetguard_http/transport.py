@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from budgetguard_core import Budget, Guard, Outcome
 from budgetguard_core.kit import Envelope, Run, envelope_of
-from budgetguard_http._policy import ClientOptions, split
+from budgetguard_http._policy import ClientOptions, Policy, split
 from budgetguard_http._runs import EnvelopeRuns, end, traffic_of
-from budgetguard_http._seam import Seam, module_of
+from budgetguard_http._seam import Exchange, Seam, module_of
 
 if TYPE_CHECKING:
     import httpx
@@ -31,10 +31,16 @@ class Bounded:
     def __init__(
         self,
         budget: Budget | Guard | Envelope | None = None,
+        inner: Any = None,
         **options: Unpack[ClientOptions],
     ) -> None:
         self._policy, rest = split(options)
         self._runs = EnvelopeRuns(envelope_of(budget, default=Budget(), **rest))
+        self._seam = Seam(self._runs.here, self._policy_of)
+        self._inner = inner
+
+    def _policy_of(self, _: Run) -> Policy:
+        return self._policy
 
     @property
     def run(self) -> Run | None:
@@ -44,33 +50,33 @@ class Bounded:
     @property
     def outcome(self) -> Outcome | None:
         """The outcome of that run, or of the latest one within another run; None before its end."""
-        return self._runs.outcome
+        run = self._runs.outside or self._runs.latest
+        return None if run is None else run.outcome
 
     def unsent_input(self) -> list[Any]:
         """List what OpenAI lacks of the conversation that it keeps; as `bounded_clients` has it."""
         run = self._runs.outside
         return [] if run is None else traffic_of(run).unsent_input()
 
-    def _end(self) -> None:
+
+class Blocking(Bounded):
+    """The common part of those that are closed without waiting."""
+
+    def close(self) -> None:
+        """End the run of the calls; clients that go on begin another one."""
+        if self._inner is not None:
+            self._inner.close()
         for run in self._runs.to_end():
             end(run)
 
+    def __enter__(self) -> Self:
+        return self
 
-class _Transport(Bounded):
-    """The common part of the two transports."""
-
-    def __init__(
-        self,
-        budget: Budget | Guard | Envelope | None = None,
-        inner: Any = None,
-        **options: Unpack[ClientOptions],
-    ) -> None:
-        super().__init__(budget, **options)
-        self._inner = inner
-        self._seam = Seam(self._runs.here, lambda _: self._policy)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class BudgetTransport(_Transport, _Sync):
+class BudgetTransport(Blocking, _Sync):
     """Bounds the calls of a synchronous client: `httpx.Client(transport=BudgetTransport(budget))`.
 
     The client goes to the SDK: `OpenAI(http_client=openai.DefaultHttpxClient(transport=...))`.
@@ -97,22 +103,10 @@ class BudgetTransport(_Transport, _Sync):
         """Handle each request of the client."""
         if self._inner is None:
             self._inner = module_of(request).HTTPTransport()
-        return self._seam.send(request, self._inner.handle_request, stream=True, of_client=False)
-
-    def close(self) -> None:
-        """End the run of the client's calls."""
-        if self._inner is not None:
-            self._inner.close()
-        self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return self._seam.send(Exchange(request, self._inner.handle_request))
 
 
-class AsyncBudgetTransport(_Transport, _Async):
+class AsyncBudgetTransport(Bounded, _Async):
     """Bounds the calls of an asynchronous client; as `BudgetTransport`.
 
     The deadline and an abort also end a call in flight at once.
@@ -123,7 +117,7 @@ class AsyncBudgetTransport(_Transport, _Async):
         if self._inner is None:
             self._inner = module_of(request).AsyncHTTPTransport()
         send = self._inner.handle_async_request
-        return await self._seam.send(request, send, stream=True, of_client=False, is_async=True)
+        return await self._seam.send(Exchange(request, send, is_async=True))
 
     async def aclose(self) -> None:
         """End the run of the client's calls."""

@@ -261,7 +261,8 @@ def _opened(
         user_spoke=not goes_on and _is_user_turn(given),
         config=_seams.context_of(given) if goes_on and context is None else context,
         given=None if goes_on else given,
-        thread=getattr(session, "session_id", None) or options.get("conversation_id"),
+        # A conversation at OpenAI has no id before its first use, and raises.
+        thread=kit.part(session, "session_id") or options.get("conversation_id"),
         asks=ask,
     )
     run, _ = kit.run_blocking(flow)

@@ -265,10 +265,11 @@ def approval_of(state: Any, item: Any) -> bool | None:
     call_id = part(item.raw_item, "call_id")
     if item.tool_name is None or call_id is None:
         return None  # a request of a hosted server's is no call of a tool on this side
-    return cast(
-        "bool | None",
-        state._context.get_approval_status(item.tool_name, call_id, existing_pending=item),
-    )
+    try:
+        status = state._context.get_approval_status(item.tool_name, call_id, existing_pending=item)
+    except agents.ModelBehaviorError:
+        return None  # of a run inside this one, or changed meanwhile: the SDK says so itself
+    return cast("bool | None", status)
 
 
 def drop_interruption(state: Any, item: Any) -> None:

@@ -49,7 +49,7 @@ def copied(tool: agents.Tool) -> agents.Tool:
     made: Any = copy.copy(tool)
     if isinstance(tool, agents.FunctionTool):
         made = _seams.with_invoker(tool, partial(_function_body, tool))
-        if tool.needs_approval is not False:
+        if tool.needs_approval is True or callable(tool.needs_approval):
             made.needs_approval = partial(_needs_approval, tool.needs_approval)
     elif isinstance(tool, agents.CustomTool):
         made.on_invoke_tool = _asking(made, tool.on_invoke_tool)

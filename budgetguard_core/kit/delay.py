@@ -1,7 +1,8 @@
 """The wait of a call that its run's breakers hold back: for the pace, a rate limit or a place.
 
 The guard never waits: it says when a call may start. Who makes the call waits here, outside of any
-lock, no longer than its run may last, and not at all once the run is aborted.
+lock, no longer than its run may last, and not at all once the run is aborted. The `Run`, which
+imports this, is not typed.
 """
 
 from __future__ import annotations
@@ -9,44 +10,51 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import suppress
+from typing import Any
 
 from budgetguard_core.breakers.refusal import refusal
 from budgetguard_core.decision import NOT_EXECUTED
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
+from budgetguard_core.kit.flow import Flow, Step
 from budgetguard_core.stop import StopReason, Trip
 
 
-class Waiting(Protocol):
-    """The part of a run that a waiting call needs."""
+class Bell:
+    """Wakes whoever waits for it, in a thread or on an event loop; rung from any thread."""
 
-    @property
-    def has_to_end(self) -> bool:
-        """True if the run was aborted or its deadline has passed."""
-        ...
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaited: asyncio.Event
 
-    def time_left(self) -> float | None:
-        """Seconds until the nearest deadline; None without one."""
-        ...
+    def ring(self) -> None:
+        """Wake it."""
+        self._rung.set()
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._awaited.set)
 
-    def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call back once when the run is aborted; the answer takes that back."""
-        ...
+    def heard(self, seconds: float) -> Step:
+        """Return the step that waits for it, so many seconds at most."""
 
-    def check(self) -> Trip | None:
-        """Ask whether the run has to end now."""
-        ...
+        def blocking() -> None:
+            self._rung.wait(seconds)
+            self._rung.clear()
 
-    def withdrawn(self, call: OpenToolCall) -> None:
-        """Take back a tool call that did not start."""
-        ...
+        async def awaited() -> None:
+            self._awaited = asyncio.Event()
+            self._loop = asyncio.get_running_loop()
+            if not self._rung.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._awaited.wait()
+            self._rung.clear()
 
-    def take_back(self, call: OpenModelCall) -> None:
-        """Take back a model call that was not made."""
-        ...
+        return Step(blocking, awaited)
 
 
-def starts_at_once(run: Waiting, call: OpenModelCall | OpenToolCall) -> bool:
+def starts_at_once(run: Any, call: OpenModelCall | OpenToolCall) -> bool:
     """Return whether there is nothing to wait for, as for nearly every call."""
     for ticket in call.tickets:
         if ticket.holds and ticket.breakers is not None:
@@ -55,50 +63,23 @@ def starts_at_once(run: Waiting, call: OpenModelCall | OpenToolCall) -> bool:
     return isinstance(call, OpenModelCall) or not run.has_to_end
 
 
-def wait(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
-    """Wait until a call may start, in this thread.
+def waited(run: Any, call: OpenModelCall | OpenToolCall) -> Flow[Trip | None]:
+    """Wait until a call may start; one that is cancelled meanwhile is taken back.
 
     Returns:
         Why the run ended meanwhile: the call was taken back. None otherwise.
     """
     if _to_wait(run, call, _nobody) > 0:
-        woken = threading.Event()
-        forget = run.on_abort(woken.set)
+        bell = Bell()
+        forget = run.on_abort(bell.ring)
         try:
-            while (seconds := _to_wait(run, call, woken.set)) > 0:
-                woken.wait(seconds)
-                woken.clear()
+            while (seconds := _to_wait(run, call, bell.ring)) > 0:
+                yield bell.heard(seconds)
+        except BaseException:
+            _take_back(run, call)
+            raise
         finally:
             forget()
-    return _trip_of(run, call)
-
-
-async def wait_async(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
-    """Wait until a call may start, in this task; as `wait`. Cancelled, it takes the call back."""
-    if _to_wait(run, call, _nobody) <= 0:
-        return _trip_of(run, call)
-    loop = asyncio.get_running_loop()
-    woken = asyncio.Event()
-
-    def wake() -> None:
-        # Comes from any thread, also when the loop is over.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(woken.set)
-
-    forget = run.on_abort(wake)
-    try:
-        while (seconds := _to_wait(run, call, wake)) > 0:
-            try:
-                async with asyncio.timeout(seconds):
-                    await woken.wait()
-            except TimeoutError:
-                continue
-            woken.clear()
-    except asyncio.CancelledError:
-        _take_back(run, call)
-        raise
-    finally:
-        forget()
     return _trip_of(run, call)
 
 
@@ -106,7 +87,7 @@ def _nobody() -> None:
     """Wake nobody."""
 
 
-def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[], object]) -> float:
+def _to_wait(run: Any, call: OpenModelCall | OpenToolCall, wake: Callable[[], object]) -> float:
     """Return for how many seconds to wait before looking again; 0 when there is nothing to do."""
     seconds = 0.0
     for ticket in call.tickets:
@@ -132,11 +113,11 @@ def _to_wait(run: Waiting, call: OpenModelCall | OpenToolCall, wake: Callable[[]
     return seconds if left is None else min(seconds, left)
 
 
-def _trip_of(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
+def _trip_of(run: Any, call: OpenModelCall | OpenToolCall) -> Trip | None:
     """Look whether the run ended while the call waited."""
     if not run.has_to_end:
         return None
-    trip = run.check()
+    trip: Trip | None = run.check()
     if trip is not None:
         _take_back(run, call)
         if isinstance(call, OpenToolCall):
@@ -144,7 +125,7 @@ def _trip_of(run: Waiting, call: OpenModelCall | OpenToolCall) -> Trip | None:
     return trip
 
 
-def _refuse(run: Waiting, call: OpenToolCall) -> None:
+def _refuse(run: Any, call: OpenToolCall) -> None:
     """Turn a tool call away that got no place in time; the run goes on."""
     run.withdrawn(call)
     call.refuse(
@@ -152,7 +133,7 @@ def _refuse(run: Waiting, call: OpenToolCall) -> None:
     )
 
 
-def _take_back(run: Waiting, call: OpenModelCall | OpenToolCall) -> None:
+def _take_back(run: Any, call: OpenModelCall | OpenToolCall) -> None:
     if isinstance(call, OpenToolCall):
         run.withdrawn(call)
     else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,7 +16,8 @@ from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.housekeeping import Housekeeping, late
 from budgetguard_core.kit.ambient import Frame, entered
 from budgetguard_core.kit.calls import OpenModelCall
-from budgetguard_core.kit.flow import Flow, run_awaited, run_blocking
+from budgetguard_core.kit.cancel import Scope
+from budgetguard_core.kit.flow import Flow, Step, run_awaited, run_blocking
 from budgetguard_core.kit.run import Run
 from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.stop import StopReason, Trip
@@ -73,62 +73,40 @@ class LastAnswer:
             lambda: run.guard.child(caps), self._seconds, answers_for=payer.run_id
         )
 
-    def ask(
+    def asked(
         self,
         call: ModelCall,
         model: Callable[[OpenModelCall], Answer],
-    ) -> str | None:
-        """Make the call in a thread of its own, which is left behind when its time is over.
+        model_async: Callable[[OpenModelCall], Awaitable[Answer]],
+    ) -> Flow[str | None]:
+        """Make the call: in a thread, which is left behind at its end, or in this task.
 
-        So it is where the run is aborted meanwhile.
+        It ends when its time is over, and when the run is aborted. A caller that cancels the run
+        ends the call, and then what the run does after its end.
 
         Args:
             call: The model's name and the size of the prompt.
             model: Makes the call, without tools, within its `max_output_tokens` and `seconds`.
+            model_async: The same on an event loop.
 
         Returns:
             The answer; None where there is none, for whatever reason: the run ends as without it.
         """
         try:
             with entered(self._run.frame()), self._block as keeper:
-                opened = run_blocking(self._opened(call, keeper))
+                opened = yield from self._opened(call, keeper)
                 if opened is None:
                     return None
                 try:
                     with entered(opened.frame):
-                        answer = self._in_thread(lambda: model(opened), keeper)
+                        answer: Answer = yield Step(
+                            lambda: self._in_thread(lambda: model(opened), keeper),
+                            lambda: self._awaited(lambda: model_async(opened), keeper),
+                        )
                 except BaseException as error:
                     self._run.failed(opened, error)
                     raise
                 return self._taken(opened, answer)
-        except _Aborted:
-            return None
-        except Exception as error:
-            self._run.guard.tree.report("last answer", error)
-            return None
-
-    async def ask_async(
-        self,
-        call: ModelCall,
-        model: Callable[[OpenModelCall], Awaitable[Answer]],
-    ) -> str | None:
-        """Make the call as `ask` does, in this task; it is cancelled where `ask` leaves it behind.
-
-        A caller that cancels the run ends the call, and then what the run does after its end.
-        """
-        try:
-            with entered(self._run.frame()):
-                async with self._block as keeper:
-                    opened = await run_awaited(self._opened(call, keeper))
-                    if opened is None:
-                        return None
-                    try:
-                        with entered(opened.frame), _until_aborted(self._run):
-                            answer = await model(opened)
-                    except BaseException as error:
-                        self._run.failed(opened, error)
-                        raise
-                    return self._taken(opened, answer)
         except asyncio.CancelledError:
             # The run is to be ended first: the cancellation comes up again at the next `await`.
             task = asyncio.current_task()
@@ -141,6 +119,29 @@ class LastAnswer:
         except Exception as error:
             self._run.guard.tree.report("last answer", error)
             return None
+
+    def ask(self, call: ModelCall, model: Callable[[OpenModelCall], Answer]) -> str | None:
+        """Make the call as `asked` does, in a thread."""
+        either: Any = model
+        return run_blocking(self.asked(call, model, either))
+
+    async def ask_async(
+        self, call: ModelCall, model: Callable[[OpenModelCall], Awaitable[Answer]]
+    ) -> str | None:
+        """Make the call as `asked` does, in this task."""
+        either: Any = model
+        return await run_awaited(self.asked(call, either, model))
+
+    async def _awaited(self, work: Callable[[], Awaitable[Answer]], keeper: Guard) -> Answer:
+        limit = asyncio.timeout(keeper.time_left())
+        try:
+            async with limit:
+                with Scope(self._run, once=True):
+                    return await work()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        raise _Aborted if self._run.aborted else TimeoutError(late(self._seconds))
 
     def _opened(self, call: ModelCall, keeper: Guard) -> Flow[OpenModelCall | None]:
         call.min_output_tokens = max(call.min_output_tokens, _SHORTEST)
@@ -194,39 +195,6 @@ class LastAnswer:
 
 class _Aborted(Exception):
     """The run was aborted while its last answer was written."""
-
-
-@contextmanager
-def _until_aborted(run: Run) -> Generator[None]:
-    """Cancel what the current task awaits here when the run is aborted, and raise `_Aborted`."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    if task is None:  # pragma: no cover - housekeeping needs one
-        raise RuntimeError("a last answer needs a running task")
-    earlier, state = task.cancelling(), {"open": True, "cut": False}
-
-    def cut() -> None:
-        if state["open"]:
-            state["cut"] = True
-            task.cancel()
-
-    def aborted() -> None:
-        # From any thread, also when the loop has ended since.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(cut)
-
-    forget = run.on_abort(aborted)
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if not state["cut"] or task.uncancel() > earlier:
-            raise
-        raise _Aborted from error
-    else:
-        if state["cut"]:
-            task.uncancel()
-    finally:
-        state["open"] = False
-        forget()
 
 
 def last_answer(run: Run, trip: Trip | None = None) -> LastAnswer | None:

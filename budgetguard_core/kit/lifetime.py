@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.counters import is_calm
@@ -20,47 +20,17 @@ from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
 from budgetguard_core.kit.checkpoints import Checkpoints
 from budgetguard_core.kit.conversations import Conversation
 from budgetguard_core.kit.outcomes import remember
-from budgetguard_core.kit.pruning import Prune
 from budgetguard_core.kit.stops import log_stop
 from budgetguard_core.outcome import Outcome, Status
 from budgetguard_core.stop import StopReason, Trip, Violation
-from budgetguard_core.stores import CheckpointStore
 from budgetguard_core.threads import THREADS
-
-
-class Terms(Protocol):
-    """The terms of the envelope that a run was opened on."""
-
-    @property
-    def store(self) -> CheckpointStore | None:
-        """Where checkpoints go."""
-        ...
-
-    @property
-    def on_outcome(self) -> Callable[[Outcome], object] | None:
-        """Called with each outcome."""
-        ...
-
-    @property
-    def prune(self) -> Prune | None:
-        """Shortens what is sent."""
-        ...
-
-    @property
-    def on_trip(self) -> object:
-        """The form in which the caller gets a stop, or who is asked before it."""
-        ...
-
-    def note(self, outcome: Outcome) -> None:
-        """Remember how a run ended."""
-        ...
 
 
 class Lifetime:
     """A run but for its calls: what it is a part of, what holds it, and how it ends.
 
     Attributes:
-        envelope: What the adapter was given.
+        envelope: What the adapter was given: the `Envelope`, which imports this.
         guard: The guard of this run.
         guards: Every guard that the run's calls are charged to: its own first, then a part of each
             guard of another tree that is in force around it.
@@ -84,7 +54,7 @@ class Lifetime:
 
     def __init__(
         self,
-        envelope: Terms,
+        envelope: Any,
         guard: Guard,
         above: Frame | None,
         around: Sequence[Guard],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from budgetguard_core.decision import Admit, ModelCall, Nudge, Refuse, Stop, ToolCall
 from budgetguard_core.errors import ConfigurationError
@@ -13,9 +13,9 @@ from budgetguard_core.guard import Guard, Mode
 from budgetguard_core.housekeeping import late
 from budgetguard_core.kit.ambient import housekeeping_for, open_model_call
 from budgetguard_core.kit.calls import OpenModelCall, OpenToolCall
-from budgetguard_core.kit.delay import starts_at_once, wait, wait_async
+from budgetguard_core.kit.delay import starts_at_once, waited
 from budgetguard_core.kit.failed_calls import failed_usage
-from budgetguard_core.kit.flow import Flow, Step, in_thread, run_awaited, run_blocking
+from budgetguard_core.kit.flow import Flow, in_thread, run_awaited, run_blocking
 from budgetguard_core.kit.lifetime import Lifetime
 from budgetguard_core.kit.projection import Prompt
 from budgetguard_core.kit.usage import answered_usage
@@ -37,18 +37,10 @@ _Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, list[OpenToolCall
 _Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
 
 
-class OpensRuns(Protocol):
-    """The part of an envelope that `Run.part` needs."""
-
-    def open(self, *, loose: bool = False) -> Run:
-        """Open a run."""
-        ...
-
-
 class Run(Lifetime):
     """One run of one adapter, from its opening to its one end. Made by `Envelope.open`."""
 
-    def part(self, owner: object, envelope: OpensRuns) -> Run:
+    def part(self, owner: object, envelope: Any) -> Run:
         """Return the run in which an owner's single calls within this run are counted together.
 
         This run's end ends it, unless its owner does.
@@ -58,10 +50,10 @@ class Run(Lifetime):
             envelope: Its own budget, opened on first use.
         """
         with self._saving:
-            found: Run | None = self._parts.get(owner)
-            if found is None:
+            if owner not in self._parts:
                 with self.entered():
-                    found = self._parts[owner] = envelope.open(loose=True)
+                    self._parts[owner] = envelope.open(loose=True)
+            found: Run = self._parts[owner]
         return found
 
     def without_part(self, owner: object) -> Run | None:
@@ -331,7 +323,7 @@ class Run(Lifetime):
         """
         if isinstance(call, Stop) or starts_at_once(self, call):
             return call
-        trip: Trip | None = yield Step(lambda: wait(self, call), lambda: wait_async(self, call))
+        trip = yield from waited(self, call)
         if trip is None or isinstance(call, OpenToolCall):
             return call
         return cast("_Waits", Stop(trip))

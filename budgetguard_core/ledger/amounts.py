@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, Context, Decimal
+from operator import add, gt, sub
 from typing import Any, NamedTuple, TypedDict
 
 from budgetguard_core.errors import ConfigurationError, shown
@@ -33,19 +34,19 @@ class Amount(NamedTuple):
 
     def plus(self, other: Amount) -> Amount:
         """Return the sum."""
-        return Amount(*[a + b for a, b in zip(self, other, strict=True)])
+        return Amount._make(map(add, self, other))
 
     def minus(self, other: Amount) -> Amount:
         """Return the difference."""
-        return Amount(*[a - b for a, b in zip(self, other, strict=True)])
+        return Amount._make(map(sub, self, other))
 
     def larger(self, other: Amount) -> Amount:
         """Return the larger figure of each dimension."""
-        return Amount(*map(max, self, other))
+        return Amount._make(map(max, self, other))
 
     def exceeds(self, other: Amount) -> bool:
         """Return whether it is larger in any dimension."""
-        return any(a > b for a, b in zip(self, other, strict=True))
+        return any(map(gt, self, other))
 
     @classmethod
     def of_text(cls, text: str) -> Amount:

@@ -132,8 +132,7 @@ BEGIN
     before := h.amount;
     IF h.closed THEN
       counted := before;
-      amount := ARRAY[greatest(before[1], p_amount[1]), greatest(before[2], p_amount[2]),
-        greatest(before[3], p_amount[3]), greatest(before[4], p_amount[4])];
+      amount := (SELECT array_agg(greatest(a, b)) FROM unnest(before, p_amount) u(a, b));
       IF amount = before THEN RETURN; END IF;
     ELSIF h.windows <> p_windows THEN
       status := 'windows'; amount := zero;

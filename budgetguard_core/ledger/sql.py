@@ -75,7 +75,7 @@ def columns(names: str, vector: str) -> str:
 
 def window_of(row: Sequence[Any]) -> WindowRecord:
     """Read a window, as `WINDOW` names its columns."""
-    vectors = Amount(*row[2:6]), Amount(*row[6:10]), Amount(*row[10:14])
+    vectors = Amount._make(row[2:6]), Amount._make(row[6:10]), Amount._make(row[10:14])
     return WindowRecord(row[0], row[1], *vectors, warned=bool(row[14]))
 
 

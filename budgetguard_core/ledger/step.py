@@ -137,12 +137,12 @@ def decide(
         answer = Answer("ok", spent, now=now)
         if hold is not None and hold.closed and spent == before:
             return answer, []
+        change, more = spent.minus(before), spent.minus(counted)
         for window, row in zip(step.windows, rows, strict=True):
             if row is None:  # it was pruned, or the store has lost it
                 changed.append(WindowRecord(window.key, window.label, spent, spent))
             else:
-                charged = row.charged.plus(spent).minus(before)
-                total = row.spent.plus(spent).minus(counted)
+                charged, total = row.charged.plus(change), row.spent.plus(more)
                 changed.append(row._replace(charged=charged, spent=total))
         return answer, changed
     if hold is not None:

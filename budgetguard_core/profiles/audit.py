@@ -33,9 +33,9 @@ class Finding:
     """
 
     problem: Problem
-    dimension: str | None
-    cap: Figure | None
-    p99: Figure | None
+    dimension: str | None = None
+    cap: Figure | None = None
+    p99: Figure | None = None
     share: float
     runs: int
 
@@ -76,9 +76,6 @@ def audit(
     if runs >= FEWEST and fired in (0, runs):
         yield Finding(
             problem="limits_always_fire" if fired else "limits_never_fire",
-            dimension=None,
-            cap=None,
-            p99=None,
             share=fired / runs,
             runs=runs,
         )

@@ -3,10 +3,15 @@
 from budgetguard_core.testing.bounded import assert_bounded
 from budgetguard_core.testing.clauses import CLAUSES
 from budgetguard_core.testing.clock import ManualClock
-from budgetguard_core.testing.conformance import Clause, check_history, check_request
+from budgetguard_core.testing.conformance import Clause
 from budgetguard_core.testing.driver import Driver, Feature, Nested, perform, run_in_loop
-from budgetguard_core.testing.failures import DriverError, NonConformance
-from budgetguard_core.testing.message import Message
+from budgetguard_core.testing.message import (
+    DriverError,
+    Message,
+    NonConformance,
+    check_history,
+    check_request,
+)
 from budgetguard_core.testing.report import Report, check
 from budgetguard_core.testing.scenario import (
     MODES,

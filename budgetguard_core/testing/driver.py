@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from budgetguard_core.testing.failures import DriverError, NonConformance
+from budgetguard_core.testing.message import DriverError, NonConformance
 from budgetguard_core.testing.recording import part
 from budgetguard_core.testing.scenario import MODES, Mode, Ran, Scenario, ignored_parts
 from budgetguard_core.usage import TokenUsage

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -29,30 +29,6 @@ __all__ = ["assert_bounded"]
 
 _GROUP = "budgetguard.scripted_models"
 _MARKER = "budget"
-
-
-class MakeGuard(Protocol):
-    """The type of the fixture `budget_guard`."""
-
-    def __call__(self, budget: Budget | None = None, **caps: Any) -> Guard:
-        """Make a guard."""
-        ...
-
-
-class MakeModel(Protocol):
-    """The type of the fixture `scripted_model`."""
-
-    def __call__(self, framework: str, *answers: Answer, usage: TokenUsage | None = None) -> Any:
-        """Make a model."""
-        ...
-
-
-class ReadRun(Protocol):
-    """The type of the fixture `recorded_run`."""
-
-    def __call__(self, path: str | Path, *, within: Budget | None = None) -> Guard:
-        """Read a run."""
-        ...
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -120,7 +96,7 @@ def manual_clock() -> ManualClock:
 
 
 @pytest.fixture
-def budget_guard(manual_clock: ManualClock) -> MakeGuard:
+def budget_guard(manual_clock: ManualClock) -> Callable[..., Guard]:
     """Make guards on the test's manual clock.
 
     A guard bounds whatever it is given to: `bounded(graph, budget_guard(max_iterations=3))`.
@@ -133,7 +109,7 @@ def budget_guard(manual_clock: ManualClock) -> MakeGuard:
 
 
 @pytest.fixture
-def scripted_model() -> MakeModel:
+def scripted_model() -> Callable[..., Any]:
     """Make a model of an installed framework that gives scripted answers.
 
     `scripted_model("langgraph", {"search": {"query": "x"}}, "Done.")` asks for a tool and then ends
@@ -154,7 +130,7 @@ def scripted_model() -> MakeModel:
 
 
 @pytest.fixture
-def recorded_run(request: pytest.FixtureRequest) -> ReadRun:
+def recorded_run(request: pytest.FixtureRequest) -> Callable[..., Guard]:
     """Read a recorded run, from the folder of the test: `recorded_run("runs/slow.jsonl")`.
 
     It is lived through again by the engine, under its own budget or another one, and comes back as

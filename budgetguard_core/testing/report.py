@@ -8,7 +8,7 @@ from typing import Literal
 
 from budgetguard_core.testing.clauses import CLAUSES
 from budgetguard_core.testing.driver import Driver
-from budgetguard_core.testing.failures import NonConformance
+from budgetguard_core.testing.message import NonConformance
 from budgetguard_core.testing.scenario import Mode
 
 

@@ -191,7 +191,9 @@ def ignored_parts(scenario: Scenario) -> list[str]:
     return found
 
 
-def _same(value: object, other: object) -> bool:
+def _same(value: Any, other: Any) -> bool:
+    if {type(value), type(other)} <= {list, tuple}:
+        return list(map(id, value)) == list(map(id, other))
     return value is other or (isinstance(value, str | bool | int) and value == other)
 
 

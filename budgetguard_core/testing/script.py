@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.testing.clock import ManualClock
@@ -172,18 +172,6 @@ def _cut(reply: Reply, bound: int | None) -> Reply:
     return replace(reply, text=text, usage=usage._replace(output_tokens=bound), cut=True)
 
 
-class RunInside(Protocol):
-    """A run that the body of a tool does, to be made with `Nested`."""
-
-    def run(self) -> str:
-        """Do the run where no event loop runs, and return its final text."""
-        ...
-
-    async def run_async(self) -> str:
-        """Do the run on the running event loop, and return its final text."""
-        ...
-
-
 class Tool(Recorded):
     """A scripted tool. It takes one optional text argument, `value`, and returns a text.
 
@@ -195,7 +183,7 @@ class Tool(Recorded):
         hang: It never ends. Never in sync mode.
         agent: It runs this agent as a sub-agent with the call's value as its user input, and
             returns its final text.
-        runs: Its body does this run, of any adapter's, and returns its final text.
+        runs: Its body does this run (a `Nested`), of any adapter's, and returns its final text.
         approval: A person has to approve each call of it, in the framework's own way.
         description: What the model is told about it.
         reports: It is the adapter's own `report_progress`, which the driver takes in its place.
@@ -212,7 +200,7 @@ class Tool(Recorded):
         error: Exception | None = None,
         hang: bool = False,
         agent: Agent | None = None,
-        runs: RunInside | None = None,
+        runs: Any = None,
         approval: bool = False,
         description: str = "A tool.",
         reports: bool = False,

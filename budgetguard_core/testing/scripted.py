@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from budgetguard_core.errors import ConfigurationError
 from budgetguard_core.usage import TokenUsage
@@ -80,11 +80,3 @@ class Answers:
             for place, (name, arguments) in enumerate(asked)
         )
         return Turn("", calls, self.usage)
-
-
-class MakesModel(Protocol):
-    """The type of an adapter's entry point `budgetguard.scripted_models`."""
-
-    def __call__(self, answers: Answers) -> Any:
-        """Make a model of the adapter's framework that gives these answers."""
-        ...

@@ -139,78 +139,65 @@ def test_a_text_that_looks_like_the_end_of_an_answer_is_only_text():
     assert (outcome.usage.total_tokens, outcome.usage.estimated_calls) == (110, 0)
 
 
+def outcome_of(*choices, ask=ASK):
+    """The outcome of a stream with these choices, each in a chunk of its own."""
+    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
+    lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
+    content, outcome = exchange([lines], ask=ask)
+    assert content == lines
+    return outcome
+
+
+def choice_of(*calls, index=0, finish=None):
+    delta = {"tool_calls": list(calls)} if calls else {}
+    return {"index": index, "delta": delta, "finish_reason": finish}
+
+
+def call_of(n=0, index=0, kind="function", field="arguments", text="{}", name="read_file"):
+    return {"index": index, "id": f"call_{n}", "type": kind, kind: {"name": name, field: text}}
+
+
+END = choice_of(finish="tool_calls")
+
+
 @pytest.mark.parametrize("last", [{}, {"function": {}}, {"function": {"arguments": None}}])
 def test_the_pieces_of_a_call_are_joined_whatever_the_last_one_holds(last):
     reader = ChatReader(OpenAIChat(), {})
-    head = {"id": "call_1", "function": {"name": "read_file", "arguments": '{"path"'}}
-    for piece in (head, {"function": {"arguments": ': "a"}'}}, last):
-        choice = {"index": 0, "delta": {"tool_calls": [{"index": 0, **piece}]}}
-        reader.take("", {"choices": [choice]})
-    reader.take("", {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    more = {"index": 0, "function": {"arguments": ': "a"}'}}
+    for piece in (call_of(1, text='{"path"'), more, {"index": 0, **last}):
+        reader.take("", {"choices": [choice_of(piece)]})
+    reader.take("", {"choices": [END]})
     reader.end()
     (call,) = reader.calls
     assert (call.id, call.name, call.arguments) == ("call_1", "read_file", '{"path": "a"}')
 
 
-def test_calls_of_choices_that_end_one_after_the_other_are_all_counted():
-    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
-    call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}
-    choices = [
-        {"index": place, "delta": delta, "finish_reason": finish}
-        for place in (0, 1)
-        for delta, finish in (
-            ({"tool_calls": [{**call, "id": f"call_{place}"}]}, None),
-            ({}, "tool_calls"),
-        )
-    ]
-    lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
-    content, outcome = exchange([lines], ask={**ASK, "n": 2})
-    assert content == lines
-    assert outcome.usage.tool_calls == 2
+BEGUN = [choice_of(call_of(place), index=place) for place in (0, 1)]
+ENDED = [choice_of(index=place, finish="tool_calls") for place in (0, 1)]
 
 
-def test_a_call_is_seen_where_a_server_sends_fewer_choices_than_were_asked_for():
-    reader = ChatReader(OpenAIChat(), {"n": 2})
-    head = {"index": 0, "id": "call_1", "function": {"name": "read_file", "arguments": "{}"}}
-    choice = {"index": [], "delta": {"tool_calls": [head]}, "finish_reason": "tool_calls"}
-    reader.take("", {"choices": [choice]})
-    for _ in range(2):
-        reader.end()
-    assert [call.name for call in reader.calls] == ["read_file"]
-
-
-def test_a_choice_that_says_twice_that_it_ended_does_not_end_the_others():
-    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-4o"}
-    call = {"index": 0, "function": {"name": "read_file", "arguments": "{}"}}
-    asked = [
-        {"index": place, "delta": {"tool_calls": [{**call, "id": f"call_{place}"}]}}
-        for place in (0, 1)
-    ]
-    ends = [{"index": place, "delta": {}, "finish_reason": "tool_calls"} for place in (0, 1)]
-    choices = [asked[0], ends[0], ends[0], asked[1], ends[1]]
-    lines = written([*(json.dumps({**base, "choices": [one]}) for one in choices), "[DONE]"])
-    content, outcome = exchange([lines], ask={**ASK, "n": 2})
-    assert content == lines
-    assert outcome.usage.tool_calls == 2
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [BEGUN[0], ENDED[0], BEGUN[1], ENDED[1]],
+        [BEGUN[0], ENDED[0], ENDED[0], BEGUN[1], ENDED[1]],
+        [choice_of(call_of(0), call_of(1, index=1), index=[], finish="tool_calls")],
+    ],
+    ids=["one after the other", "an end told twice", "fewer than were asked for"],
+)
+def test_the_calls_of_several_choices_are_all_counted(choices):
+    assert outcome_of(*choices, ask={**ASK, "n": 2}).usage.tool_calls == 2
 
 
 @pytest.mark.parametrize("finished", [{0, 1, 2, 3}, {0}, {1, 3}], ids=["each", "first", "some"])
 @pytest.mark.parametrize("own", [True, False], ids=["own index", "index 0"])
 def test_calls_that_come_after_the_end_of_an_answer_are_counted_too(finished, own):
     """As some servers send them that translate other formats."""
-    base = {"id": "1", "object": "chat.completion.chunk", "model": "gemini-3-pro"}
-    chunks = []
-    for n in range(4):
-        function = {"name": "read_file", "arguments": "{}"}
-        call = {"index": n if own else 0, "id": f"call_{n}", "type": "function"}
-        call["function"] = function
-        finish = "tool_calls" if n in finished else None
-        choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": finish}
-        chunks.append({**base, "choices": [choice]})
-    lines = written([*map(json.dumps, chunks), "[DONE]"])
-    content, outcome = exchange([lines])
-    assert content == lines
-    assert outcome.usage.tool_calls == 4
+    choices = [
+        choice_of(call_of(n, index=n if own else 0), finish="tool_calls" if n in finished else None)
+        for n in range(4)
+    ]
+    assert outcome_of(*choices).usage.tool_calls == 4
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", ""])
@@ -265,36 +252,19 @@ def test_calls_of_gemini_are_read(ends):
 
 def test_pieces_of_one_call_are_one_call_though_each_has_an_id_of_its_own():
     """As some servers make them up for each chunk."""
-    base = {"id": "1", "object": "chat.completion.chunk", "model": "qwen"}
-    pieces = [
-        {"name": "read_file", "arguments": ""},
-        {"arguments": '{"path":'},
-        {"arguments": "1}"},
-    ]
-    deltas = [
-        {"tool_calls": [{"index": n, "id": f"call_{n}_{place}", "function": piece}]}
+    pieces = [("read_file", ""), ("", '{"path":'), ("", "1}")]
+    choices = [
+        choice_of(call_of(f"{n}_{place}", index=n, name=name, text=text))
         for n in range(2)
-        for place, piece in enumerate(pieces)
+        for place, (name, text) in enumerate(pieces)
     ]
-    chunks = [{**base, "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-    chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
-    lines = written([*map(json.dumps, chunks), "[DONE]"])
-    content, outcome = exchange([lines])
-    assert content == lines
-    assert [call.name for call in outcome.tool_calls] == ["read_file"] * 2
+    assert [call.name for call in outcome_of(*choices, END).tool_calls] == ["read_file"] * 2
 
 
 def test_a_custom_tool_of_a_stream_is_counted():
-    base = {"id": "1", "object": "chat.completion.chunk", "model": "gpt-5"}
-    head = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": ""}}
-    more = {"custom": {"input": "ls"}}
-    deltas = [{"tool_calls": [{"index": 0, **one}]} for one in (head, more)]
-    chunks = [{**base, "choices": [{"index": 0, "delta": one}]} for one in deltas]
-    chunks.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
-    lines = written([*map(json.dumps, chunks), "[DONE]"])
-    content, outcome = exchange([lines])
-    assert content == lines
-    assert outcome.tool_calls[0].name == "shell"
+    head = call_of(1, kind="custom", field="input", text="", name="shell")
+    more = {"index": 0, "custom": {"input": "ls"}}
+    assert outcome_of(choice_of(head), choice_of(more), END).tool_calls[0].name == "shell"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from budgetguard_core.ledger import Ledger
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import Script, calls, says
-from budgetguard_core.testing.checks import act, check_stopped, search_tool
 from budgetguard_core.testing.script import MODEL
+from budgetguard_core.testing.trial import Trial
 from conformance.drivers import drivers_of, has_drivers, is_installed
 from ledger_servers import PATIENT, ZONE
 
@@ -61,8 +61,8 @@ def test_a_tenant_pays_for_it_and_a_tenant_without_money_gets_none(driver, mode,
         try:
             script = answering()
             guard = Envelope(budget=BUDGET, ledger=ledger, tenant=f"t{made}", price_book=PRICES)
-            ran, _ = act(driver, mode, script, guard=guard, tools=[search_tool()])
-            outcome = check_stopped(ran, reason)
+            ran = Trial(driver, mode).run(script, guard)
+            outcome = ran.stopped(reason)
             assert (script.calls, outcome.finalized) == (made, made == 3)
             assert len(outcome.errors) == (made == 1)
         finally:
@@ -78,7 +78,7 @@ def test_an_exception_that_is_wanted_carries_it(driver, mode):
     guard = Envelope(budget=BUDGET, on_trip="raise", on_outcome=outcomes.append)
     # Most drivers catch it themselves.
     with suppress(BudgetExceeded):
-        act(driver, mode, script, guard=guard, tools=[search_tool()])
+        Trial(driver, mode).run(script, guard)
     (outcome,) = outcomes
     assert (outcome.finalized, outcome.final, script.calls) == (True, KNOWN, 3)
 
@@ -88,7 +88,7 @@ def test_an_exception_that_is_wanted_carries_it(driver, mode):
 def test_a_checkpoint_holds_it_and_its_cost(driver, mode):
     store, outcomes = MemoryStore(), []
     guard = Envelope(budget=BUDGET, store=store, on_outcome=outcomes.append)
-    act(driver, mode, answering(), guard=guard, tools=[search_tool()])
+    Trial(driver, mode).run(answering(), guard)
     (outcome,) = outcomes
     saved = store.load(outcome.run_id)
     assert KNOWN in str(saved.messages)

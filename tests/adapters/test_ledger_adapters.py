@@ -16,15 +16,8 @@ from budgetguard_core.ledger import Ledger
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing import Reply, Script, Tool, calls, says
-from budgetguard_core.testing.checks import (
-    act,
-    act_timed,
-    check_completed,
-    check_stopped,
-    search_tool,
-    sticky,
-)
 from budgetguard_core.testing.script import MODEL
+from budgetguard_core.testing.trial import Trial, sticky
 from conformance.drivers import drivers_of, has_drivers, is_installed
 from ledger_servers import ZONE, Quiet, wait_until
 
@@ -95,16 +88,16 @@ def paid(ledger, tenant="acme", **options):
 def test_a_tenants_ceiling_ends_the_run_as_any_limit_does(driver, mode, opened):
     ledger = opened(daily_usd=Decimal("0.002"))
     script = sticky("search")
-    ran, scenario = act(driver, mode, script, guard=paid(ledger), tools=[search_tool()])
-    outcome = check_stopped(ran, StopReason.TENANT_DAILY)
+    ran = Trial(driver, mode).run(script, paid(ledger))
+    outcome = ran.stopped(StopReason.TENANT_DAILY)
     assert outcome.violations[0].limit == Decimal("0.002")
     assert 0 < script.calls == outcome.usage.model_calls
-    assert len(scenario.started) == script.calls  # what was paid for was done
+    assert len(ran.started) == script.calls  # what was paid for was done
     before = script.calls
-    again, _ = act(driver, mode, script, guard=paid(ledger), tools=[search_tool()])
-    check_stopped(again, StopReason.TENANT_DAILY)  # the tenant's next run is refused at once
-    other, _ = act(driver, mode, Script([says("Done.")]), guard=paid(ledger, tenant="beta"))
-    check_completed(other)
+    again = Trial(driver, mode).run(script, paid(ledger))
+    again.stopped(StopReason.TENANT_DAILY)  # the tenant's next run is refused at once
+    other = Trial(driver, mode).run([says("Done.")], paid(ledger, tenant="beta"))
+    other.completed()
     ledger.close()
     day = ledger.usage("acme").daily
     assert script.calls - before <= 1
@@ -125,19 +118,19 @@ def test_a_kill_ends_the_run_before_its_next_call(driver, mode, opened):
         return calls("search")
 
     script = Script(reply)
-    ran, scenario = act(driver, mode, script, guard=paid(ledger), tools=[search_tool()])
-    outcome = check_stopped(ran, StopReason.ABORTED)
+    ran = Trial(driver, mode).run(script, paid(ledger))
+    outcome = ran.stopped(StopReason.ABORTED)
     assert "tenant 'acme' was killed by ann" in outcome.detail
     assert outcome.detail.endswith(": loops")
     # What is seen at the HTTP seam is asked by nobody: the next model call is refused.
-    assert (script.calls, len(scenario.started)) == (2, 2 if driver.deviation(3, mode) else 1)
-    ran, _ = act(driver, mode, script, guard=paid(ledger), tools=[search_tool()])
-    check_stopped(ran, StopReason.ABORTED)  # it survives the run
+    assert (script.calls, len(ran.started)) == (2, 2 if driver.deviation(3, mode) else 1)
+    ran = Trial(driver, mode).run(script, paid(ledger))
+    ran.stopped(StopReason.ABORTED)  # it survives the run
     assert script.calls == 2
     operator.revive(tenant="acme")
     ledger.beat()
-    ran, _ = act(driver, mode, Script([says("Done.")]), guard=paid(ledger))
-    check_completed(ran)
+    ran = Trial(driver, mode).run([says("Done.")], paid(ledger))
+    ran.completed()
 
 
 @pytest.mark.sample(11)
@@ -156,11 +149,11 @@ def test_a_kill_reaches_a_call_that_hangs(driver, mode, what, opened, heartbeat)
 
     person = threading.Thread(target=kill)
     person.start()
-    ran, took = act_timed(driver, mode, script, guard=paid(ledger), tools=tools)
+    ran = Trial(driver, mode).run(script, paid(ledger), tools=tools)
     person.join()
-    assert "everything was killed by ann" in check_stopped(ran, StopReason.ABORTED).detail
+    assert "everything was killed by ann" in ran.stopped(StopReason.ABORTED).detail
     assert script.calls == 1
-    assert took < PATIENCE
+    assert ran.seconds < PATIENCE
 
 
 @pytest.mark.sample(11)
@@ -175,8 +168,8 @@ def test_80_percent_are_told_once_per_window(driver, mode, opened):
 
     for _ in range(3):
         script = Script([calls("search")] * 3 + [says("Done.")])
-        ran, _ = act(driver, mode, script, guard=envelope, tools=[Tool("search", settled)])
-        check_completed(ran)
+        ran = Trial(driver, mode).run(script, envelope, Tool("search", settled))
+        ran.completed()
     assert told == ["tenant_daily"]
 
 
@@ -185,8 +178,8 @@ def test_80_percent_are_told_once_per_window(driver, mode, opened):
 def test_a_guard_of_the_users_own_pays_through_every_way_in(driver, mode, opened):
     ledger = opened()
     guard = Guard(Budget(max_iterations=3), price_book=PRICES, ledger=ledger, tenant=("acme", "u"))
-    ran, _ = act(driver, mode, sticky("search"), guard=guard, tools=[search_tool()])
-    check_stopped(ran, StopReason.MAX_ITERATIONS)
+    ran = Trial(driver, mode).run(sticky("search"), guard)
+    ran.stopped(StopReason.MAX_ITERATIONS)
     ledger.close()
     for key in ("acme", "u"):
         assert ledger.usage(key).daily.spent_tokens == 360
@@ -197,8 +190,8 @@ def test_a_guard_of_the_users_own_pays_through_every_way_in(driver, mode, opened
 def test_a_store_that_is_gone_ends_the_run_as_any_limit_does(driver, mode, tmp_path):
     with Ledger("redis://127.0.0.1:1/0", timeout=0.2, queue=tmp_path / "queue") as ledger:
         script = sticky("search")
-        ran, _ = act(driver, mode, script, guard=paid(ledger), tools=[search_tool()])
-        assert "must answer in time" in check_stopped(ran, StopReason.ABORTED).detail
+        ran = Trial(driver, mode).run(script, paid(ledger))
+        assert "must answer in time" in ran.stopped(StopReason.ABORTED).detail
         assert script.calls == 0
 
 

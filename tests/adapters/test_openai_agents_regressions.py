@@ -28,6 +28,7 @@ from agents import (
     StopAtTools,
     ToolGuardrailFunctionOutput,
     ToolInputGuardrail,
+    UserError,
     tool_namespace,
 )
 from agents.editor import ApplyPatchResult
@@ -664,6 +665,44 @@ def test_11_tools_of_one_name_in_two_namespaces_share_its_quota(way):
     result = ended(way, agent, hooks=BudgetHooks(Budget(tool_quotas={"search": 1})))
     assert result.final_output == "Done."
     assert bodies == ["search"]
+
+
+# What the SDK's own suite has shown
+
+
+class LazySession(MemorySession):
+    """Has no id before its first use, as a conversation at OpenAI."""
+
+    is_there = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "session_id" and not self.is_there:
+            raise ValueError("not yet available")
+        return super().__getattribute__(name)
+
+    async def get_items(self, limit: int | None = None) -> Any:
+        self.is_there = True
+        return await super().get_items(limit)
+
+
+@ways
+def test_a_session_may_have_no_id_before_its_first_use(way):
+    result = ended(
+        way,
+        agent_of(says("Hi.")),
+        session=LazySession("s"),
+        hooks=BudgetHooks(Budget(max_iterations=3)),
+    )
+    assert result.final_output == "Hi."
+
+
+@ways
+def test_what_the_sdk_refuses_as_an_approval_it_refuses_within_a_budget(way):
+    send = tool("send", [])
+    send.needs_approval = "yes"  # type: ignore[assignment]
+    for options in ({}, {"hooks": BudgetHooks(Budget(max_iterations=5))}):
+        with pytest.raises(UserError, match="needs_approval"):
+            ended(way, agent_of(calls("send"), tools=[send]), **options)
 
 
 # A store that is asked does not hold up the event loop

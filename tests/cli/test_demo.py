@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from fractions import Fraction
-from importlib import import_module
 
 import pytest
 
 import layout
 from budgetguard_cli import demo as command
-from budgetguard_cli.demo import CALLS_PER_MINUTE, HOURS, MODEL, run_agents, until_morning
-from budgetguard_cli.runaways import AGENTS, Agent
+from budgetguard_cli.demo import (
+    AGENTS,
+    CALLS_PER_MINUTE,
+    HOURS,
+    MODEL,
+    Agent,
+    run_agents,
+    until_morning,
+)
+from budgetguard_cli.quickstart import NEEDS
 from budgetguard_core import Price, PriceBook
 from budgetguard_core.kit import TokenUsage, end_run
 from budgetguard_loop import run_bounded
+from budgetguard_loop.scripted import scripted_model
 
 (LOOP,) = (agent for agent in AGENTS if agent.name == "loop")
 
@@ -34,7 +43,7 @@ def test_the_demonstration_stops_every_runaway_and_the_model_agrees(budgetguard_
     assert done.returncode == 0, text
     shown = [agent for agent in AGENTS if agent.is_installed()]
     words = in_words(text)
-    assert words.count("nudge to the model: You have called read_file") >= len(shown)
+    assert words.count("nudge to the model: You have called search") >= len(shown)
     assert words.count("stopped: no_progress") == len(shown)
     assert words.count("stopped: max_cost_usd") == len(shown)
     assert words.count("outcome: terminated") == 2 * len(shown)
@@ -44,15 +53,7 @@ def test_the_demonstration_stops_every_runaway_and_the_model_agrees(budgetguard_
     table = text.partition("runaway in ")[2].splitlines()[1:]
     assert [row.split("  ")[0] for row in table[: len(shown)]] == [one.title for one in shown]
     assert all(re.search(r" \d+ +\$0\.\d{4} +\$[\d,]{5,}", row) for row in table[: len(shown)])
-    for agent in shown:
-        assert f"import {agent.adapter} as bg\n{agent.use}\n" in text
-
-
-def test_the_lines_to_paste_are_true_of_the_adapters():
-    for agent in AGENTS:
-        name = re.search(r"bg\.(\w+)\(", agent.use)[1]
-        assert name in import_module(agent.adapter).__all__
-        assert len(agent.use) <= 40
+    assert f"budgetguard quickstart {shown[0].name} -o agent.py" in words
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_quick_shows_one_runaway_after_the_table_and_leaves_the_log_folder_alone
     text = done.stdout.decode()
     assert done.returncode == 0
     assert text.count("outcome: terminated") == 1
-    assert re.search(r"A plain Python loop 4 \$0\.0044 \$", in_words(text))
+    assert re.search(r"A plain Python loop 4 \$0\.0043 \$", in_words(text))
     assert "LangGraph" not in text
     assert text.index("runaway in") < text.index("The tool says the same thing every time")
     assert list(tmp_path.iterdir()) == []
@@ -106,33 +107,41 @@ def test_json_is_for_machines(budgetguard):
 def test_every_adapter_has_its_agent():
     # Below the frameworks, the HTTP seam has no loop of its own to show.
     shown = [adapter for adapter in layout.adapters() if adapter != "budgetguard_http"]
-    assert [agent.adapter for agent in AGENTS] == shown
+    assert [f"budgetguard_{agent.name.replace('-', '_')}" for agent in AGENTS] == shown
 
 
-def raises(model, guard, read_file):
+def raises(model, guard, search):
     msg = "\x1b[31mno such model"
     raise ConnectionError(msg)
 
 
-def ignores_the_guard(model, guard, read_file):
+def ignores_the_guard(model, guard, search):
     while True:
         message = model([])["choices"][0]["message"]
         if "tool_calls" not in message:
             return end_run(guard, trip=None)
 
 
-def bounded_loop(model, guard, read_file):
-    return run_bounded(model, guard, messages="go", tools={"read_file": read_file}, model=MODEL)
+def bounded_loop(model, guard, search):
+    return run_bounded(model, guard, messages="go", tools={"search": search}, model=MODEL)
 
 
-def hides_a_call(model, guard, read_file):
+def hides_a_call(model, guard, search):
     model([])
-    return bounded_loop(model, guard, read_file)
+    return bounded_loop(model, guard, search)
 
 
-def fails_on_the_way(model, guard, read_file):
+def fails_on_the_way(model, guard, search):
     guard.tree.report("checkpoint: OSError: disk full")
-    return bounded_loop(model, guard, read_file)
+    return bounded_loop(model, guard, search)
+
+
+@dataclass(frozen=True)
+class Broken(Agent):
+    runaway: object = raises
+
+    def run_away(self, answers, guard):
+        return self.runaway(scripted_model(answers), guard, answers.search)
 
 
 @pytest.mark.parametrize(
@@ -146,15 +155,15 @@ def fails_on_the_way(model, guard, read_file):
     ],
 )
 def test_a_failing_agent_is_reported_and_the_rest_goes_on(runaway, reason):
-    broken, sound = run_agents([Agent("budgetguard_loop", "Broken", runaway), LOOP], quick=True)
+    broken, sound = run_agents([Broken("loop", "Broken", runaway), LOOP], quick=True)
     assert broken.failed == reason
     assert (sound.failed, sound.calls) == ("", 4)
 
 
 def test_what_is_missing_is_named_and_what_fails_ends_with_1(monkeypatch, budgetguard):
-    rare = Agent("budgetguard_loop", "Rare", raises, needs="no_such_framework")
-    broken = Agent("budgetguard_loop", "Broken", raises)
-    monkeypatch.setattr(command, "AGENTS", (rare, broken))
+    monkeypatch.setitem(NEEDS, "strands", ("no_such_framework", ""))
+    rare = Agent("strands", "Rare")
+    monkeypatch.setattr(command, "AGENTS", (rare, Broken("loop", "Broken")))
     done = budgetguard("demo")
     assert done.returncode == 1
     assert b"Not installed here, so not shown: Rare." in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -26,7 +27,7 @@ def quickstart(*arguments, code=0):
     return done
 
 
-@pytest.mark.parametrize("framework", Framework)
+@pytest.mark.parametrize("framework", get_args(Framework))
 def test_the_agent_runs_without_a_key_and_is_stopped(tmp_path, framework):
     pytest.importorskip(NEEDS.get(framework, "openai"))
     file = tmp_path / "agent.py"

@@ -57,13 +57,17 @@ def test_what_the_breakers_of_a_profile_would_have_done_is_reported(tmp_path, lo
     found = figures(tmp_path, log, 'rate_limits = { "*" = { rate = 2, burst = 3 } }')
     assert found["breakers"]["tool_call_turned_away"] > 5
     text = run(tmp_path, log, f"circuit_breaker = {CIRCUIT}").stdout
-    assert "tool calls turned away" in text
-    assert "circuit breakers changed" in text
+    assert "tool call turned away" in text
+    assert "circuit breaker changed" in text
 
 
 def test_options_win_over_the_profile_and_a_wrong_one_is_refused(tmp_path, log):
     cut = run(tmp_path, log, "max_iterations = 5", "--max-iterations", "8", "--json")
     assert json.loads(cut.stdout.splitlines()[-1])["saved"]["model_calls"] == 22
+    for cap in ("max_input_tokens = 800", "max_output_tokens = 80"):  # of a profile alone
+        assert figures(tmp_path, log, cap)["saved"]["model_calls"] == 22
+    quotas = "[profiles.mine.tool_quotas]\nfetch = 2"
+    assert figures(tmp_path, log, quotas)["breakers"] == {"tool_call_refused": 28}
     done = run(tmp_path, log, "velocity = { max_tool_calls_per_minute = 0 }")
     assert done.exit_code == 2
     assert "must be a whole number >= 1, got 0" in done.stderr

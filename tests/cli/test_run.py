@@ -17,6 +17,7 @@ from budgetguard_cli.app import app
 from provider_server import TOKENS, ProviderServer
 
 CAP = 3
+ONE = ("--max-iterations", "1")
 
 ASK = """
 import os, sys
@@ -475,44 +476,24 @@ def test_a_module_in_which_no_call_is_seen(start):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "said", "environment"),
     [
-        (["nowhere.py"], "the script must be a file, got nowhere.py"),
-        (["-m", "no_such_module_here"], "-m must name a module"),
-        (["--profile", "resaerch", __file__], "did you mean 'research'?"),
-        ([__file__], "a run must have a budget"),
-        (["--max-iterations", "0", __file__], "max_iterations must be a whole number >= 1, got 0"),
-        (["--max-cost-usd", "much", __file__], "must be an amount of US dollars, got 'much'"),
-        (["--max-iterations", "1", "--tenant", "acme", __file__], "--ledger and --tenant"),
+        (["nowhere.py"], "the script must be a file, got nowhere.py", {}),
+        (["-m", "no_such_module_here"], "-m must name a module", {}),
+        (["--profile", "resaerch", __file__], "did you mean 'research'?", {}),
+        ([__file__], "a run must have a budget", {}),
+        (["--max-iterations", "0", __file__], "max_iterations must be a whole number >= 1", {}),
+        (["--max-cost-usd", "much", __file__], "must be an amount of US dollars, got 'much'", {}),
+        ([*ONE, "--tenant", "acme", __file__], "--ledger and --tenant", {}),
+        (
+            [*ONE, "--tenant", "acme", __file__],
+            "a ledger's URL must begin with",
+            {"BUDGETGUARD_LEDGER": "mysql://here"},
+        ),
+        ([*ONE, __file__], "Use python instead", {"BUDGETGUARD_RUN": "sqlite:////nowhere"}),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(arguments, said):
-    result = CliRunner().invoke(app, ["run", *arguments])
+def test_what_is_wrong_is_said_before_anything_runs(arguments, said, environment):
+    result = CliRunner().invoke(app, ["run", *arguments], env=environment)
     assert result.exit_code == 2
     assert said in result.stderr
-
-
-def test_a_tenant_is_charged_to_the_ledger_that_the_environment_names():
-    result = CliRunner().invoke(
-        app,
-        ["run", "--max-iterations", "1", "--tenant", "acme", __file__],
-        env={"BUDGETGUARD_LEDGER": "mysql://here"},
-    )
-    assert result.exit_code == 2
-    assert "a ledger's URL must begin with" in result.stderr
-
-
-def test_a_run_within_a_run_is_refused():
-    result = CliRunner().invoke(
-        app,
-        ["run", "--max-iterations", "1", __file__],
-        env={"BUDGETGUARD_RUN": "sqlite:////nowhere"},
-    )
-    assert result.exit_code == 2
-    assert "Use python instead" in result.stderr
-
-
-def test_help_has_an_example():
-    result = CliRunner().invoke(app, ["run", "--help"])
-    assert result.exit_code == 0
-    assert "budgetguard run --max-cost-usd 5 agent.py" in " ".join(result.stdout.split())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from typer.testing import CliRunner
 
+from budgetguard_cli.app import app
 from budgetguard_core.ledger import Ledger
 from cli.test_run import ASK, start
 
@@ -61,11 +64,20 @@ os.execv(sys.executable, [sys.executable, "ask.py", "after"])
 
 
 @pytest.mark.slow
-def test_a_script_that_becomes_another_is_bounded_on(start):
-    with start(EXECS, "--max-model-calls", 1, "--json") as run:
+def test_a_script_that_becomes_another_is_bounded_on_and_found_by_the_id_that_is_printed(
+    start, tmp_path
+):
+    with start(EXECS, "--max-model-calls", 1, BUDGETGUARD_LOG=str(tmp_path / "logs")) as run:
         assert run.end() == 3, run.err
         assert run.asked == {"before": 1}
-    assert json.loads(run.err.splitlines()[-1])["used"]["model_calls"] == 1
+    assert re.search(r"max_model_calls +1 +1 *\n", run.err)
+    (printed,) = re.findall(r" run ([0-9a-f]{12}) *\n", run.err)
+    # The log of the second process has that id, too, and more behind it.
+    environment = {"BUDGETGUARD_LOG": str(tmp_path / "logs")}
+    shown = CliRunner().invoke(app, ["show", printed, "--json"], env=environment)
+    (line,) = shown.stdout.splitlines()
+    assert re.fullmatch(f"{printed}[0-9a-f]{{20}}", json.loads(line)["run_id"])
+    assert len(list((tmp_path / "logs").iterdir())) == 2
 
 
 READS = """
@@ -116,24 +128,18 @@ def test_a_package_with_relative_imports(start, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_script_and_a_folder_with_other_letters(start, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [("ordner mit ü/größe.py", "größe.py"), ("ordner mit ü", "__main__.py")],
+)
+def test_a_script_or_a_folder_with_other_letters(start, tmp_path, script, file):
     folder = tmp_path / "ordner mit ü"
     folder.mkdir()
-    (folder / "größe.py").write_text("import helfer, sys; print(helfer.__name__, sys.argv)")
+    (folder / file).write_text("import helfer, sys; print(helfer.__name__, sys.argv, __name__)")
     (folder / "helfer.py").write_text("")
-    script = "ordner mit ü/größe.py"
     with start("", "--max-seconds", 60, arguments=[script]) as run:
         assert run.end() == 4, run.err
-    assert run.out == f"helfer ['{script}']\n"
-
-
-@pytest.mark.slow
-def test_a_folder_with_a_main_is_a_script(start, tmp_path):
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__main__.py").write_text("print(__name__)")
-    with start("", "--max-seconds", 60, arguments=["app"]) as run:
-        assert run.end() == 4, run.err
-    assert run.out == "__main__\n"
+    assert run.out == f"helfer ['{script}'] __main__\n"
 
 
 @pytest.mark.slow

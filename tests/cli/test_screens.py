@@ -1,6 +1,6 @@
-"""The screens in the command line's SCREENS.md are those that the commands show.
+"""The screens in the command line's README are those that the commands show.
 
-`PYTHONPATH=tests python tests/cli/test_screens.py` writes the file anew.
+`PYTHONPATH=tests python tests/cli/test_screens.py` writes them anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from budgetguard_core.profiles import ProfileId
 from budgetguard_core.testing import ManualClock
 from run_logs import write
 
-SCREENS = layout.ROOT / "adapters" / "budgetguard_cli" / "SCREENS.md"
+README = layout.ROOT / "adapters" / "budgetguard_cli" / "README.md"
+HEADING = "\n## Screens\n"
 LEDGER = "--ledger sqlite:///ledger.sqlite3"
 COMMANDS = (
     "--help",
@@ -92,24 +93,32 @@ def screens(folder, columns):
         os.chdir(before)
 
 
+def fenced(text):
+    fence = "````" if "```" in text else "```"
+    return f"{fence}text\n{text}\n{fence}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 140])
 def test_the_screens_are_those_that_are_shown(tmp_path, columns):
-    written = SCREENS.read_text(encoding="utf-8")
+    written = README.read_text(encoding="utf-8").partition(HEADING)[2]
     for command, text in screens(tmp_path, columns):
         block = written.partition(f"`budgetguard {command}`, ")[2].partition("\n`budgetguard ")[0]
         assert f"{columns} columns" in block
-        assert f"\n\n```text\n{text}\n```\n" in block, text
+        assert f"\n\n{fenced(text)}" in block, text
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        parts = ["# Screens\n\nWhat commands show, narrow and wide. A test compares them.\n"]
+        kept = README.read_text(encoding="utf-8").partition(HEADING)[0]
+        parts = [
+            f"{kept}{HEADING}\nWhat each command shows, narrow and wide. A test compares them.\n"
+        ]
         found = [list(screens(one, 80)), list(screens(other, 140))]
         for (command, narrow), (_, wide) in zip(*found, strict=True):
             both = {"80 columns and 140 columns": narrow}
             if narrow != wide:
                 both = {"80 columns": narrow, "140 columns": wide}
-            blocks = (f"{width}:\n\n```text\n{text}\n```\n" for width, text in both.items())
+            blocks = (f"{width}:\n\n{fenced(text)}" for width, text in both.items())
             parts.append(f"`budgetguard {command}`, " + "\nand ".join(blocks))
-    SCREENS.write_text("\n".join(parts), encoding="utf-8")
+    README.write_text("\n".join(parts), encoding="utf-8")

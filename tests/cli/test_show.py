@@ -13,6 +13,7 @@ from budgetguard_cli.app import app
 from budgetguard_core import Budget, Guard, JsonLinesSink, MemoryStore
 from budgetguard_core.breakers import RateLimit
 from budgetguard_core.kit import Envelope, ModelCall, TokenUsage, ToolCall, end_run
+from budgetguard_core.ledger import Ledger
 from budgetguard_core.run_log import RunLog
 from budgetguard_core.testing import ManualClock
 from run_logs import COST_OF_A_CALL, budget, finalized, in_attempts, work, write
@@ -221,14 +222,6 @@ def test_errors_are_clear(budgetguard, log, tmp_path):
     assert (damaged.returncode, f"{log}:1:".encode() in damaged.stderr) == (1, True)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("command", ["show", "report", "watch"])
-def test_help_has_an_example(budgetguard, command):
-    text = " ".join(budgetguard(command, "--help").stdout.decode().split())
-    assert "Example: " in text
-    assert f"budgetguard {command}" in text
-
-
 @pytest.mark.slow
 def test_what_a_log_holds_cannot_write_to_the_terminal(budgetguard, tmp_path):
     from budgetguard_core import Guard, JsonLinesSink
@@ -289,22 +282,31 @@ def test_made_up_ids_are_listed_as_short_as_they_are_unique_and_chosen_ones_whol
 
 
 def test_a_run_is_found_by_a_unique_beginning_of_its_id(tmp_path):
-    named(tmp_path, "abc1", "abd2")
+    named(tmp_path, "abc1", "abd2", "abd2-of-another-process")
     folder = str(tmp_path)
     assert json.loads(invoke("abd", "--json", BUDGETGUARD_LOG=folder))["run_id"] == "abd2"
-    assert "must begin one run's id, got abc1, abd2" in invoke("ab", code=2, BUDGETGUARD_LOG=folder)
+    assert "must begin one id, got abc1, abd2" in invoke("ab", code=2, BUDGETGUARD_LOG=folder)
     assert "is not in" in invoke("x", code=2, BUDGETGUARD_LOG=folder)
 
 
-def test_a_run_as_markdown_holds_no_text_of_the_run_and_nothing_that_is_markup(tmp_path):
+def test_a_run_as_markdown_is_its_tree_without_any_text_or_tenant_of_the_run(tmp_path):
+    url = f"sqlite:///{tmp_path}/ledger.sqlite3"
+    paid = {"tenant": "acme 4111", "ledger": Ledger(url, daily_usd=9)}
     with JsonLinesSink(tmp_path / "log.jsonl") as sink:
-        guard = Guard(budget(max_iterations=1), run_id="<b>|@team", sinks=[sink])
+        guard = Guard(budget(max_iterations=1), run_id="<b>|@team", sinks=[sink], **paid)
+        child = guard.child(Budget(), run_id="helper")
+        child.abort("card 4111")
+        child.admit_model_call(ModelCall(model="gpt-4o"))
+        end_run(child, trip=child.trip)
         work(guard, ManualClock(), 3)
         end_run(guard, trip=guard.trip, next_step="pay 4111 1111 to bob")
     text = invoke(tmp_path / "log.jsonl", "--markdown")
-    assert text.startswith("| | |\n|---|---|\n| run | \\<b\\>\\|@\u200bteam |")
-    assert "| stopped by | max_iterations |" in text
+    assert text.startswith("```text\nrun <b>|@team: terminated, max_iterations\n")
+    assert text.endswith("\n```\n")
+    assert "── stopped: max_iterations\n" in text
+    assert "── stopped: aborted\n" in text
     assert "4111" not in text
+    assert "4111" in invoke(tmp_path / "log.jsonl")
 
 
 def test_without_a_folder_there_is_nothing_to_list():

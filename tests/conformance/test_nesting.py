@@ -14,10 +14,10 @@ import pytest
 
 import layout
 from budgetguard_core import Budget, Guard, StopReason
-from budgetguard_core.testing import MODES, Call, Nested, Scenario, Script, Tool, calls, says
-from budgetguard_core.testing.checks import act, check_stopped, in_threads, search_tool, sticky
+from budgetguard_core.testing import MODES, Nested, Script, Tool, calls, says
 from budgetguard_core.testing.driver import run_in_loop
 from budgetguard_core.testing.nesting import check_nesting, check_other_tree, nest
+from budgetguard_core.testing.trial import Trial, in_threads, sticky
 from conformance.drivers import drivers_of, has_drivers, is_installed
 from conformance.toy_driver import Toy
 
@@ -70,9 +70,9 @@ def test_an_agent_in_a_tool_of_a_plain_loop_stops_at_the_loops_cap(mode):
     (agents,) = (one for one in ONE_OF_EACH if one.adapter == "budgetguard_openai_agents")
     (loop,) = (one for one in ONE_OF_EACH if one.adapter == "budgetguard_loop")
     guard = Guard(Budget(max_model_calls=3))
-    ran, script, below = nest(loop, agents, mode, guard, Budget(max_iterations=120))
-    assert (script.calls, below.calls, guard.usage.model_calls) == (1, 2, 3)
-    check_stopped(ran, StopReason.MAX_MODEL_CALLS)
+    done, below = nest(loop, agents, mode, guard, Budget(max_iterations=120))
+    done.stopped(StopReason.MAX_MODEL_CALLS, calls=1)
+    assert (below.calls, guard.usage.model_calls) == (2, 3)
 
 
 @pytest.mark.sample(5)
@@ -83,18 +83,13 @@ def test_three_deep(driver, mode):
     first, last = ONE_OF_EACH[0], ONE_OF_EACH[-1]
     for around, between, made in ((5, 50, (1, 1, 3)), (50, 3, (2, 1, 2))):
         below = sticky("search")
-        inside = Scenario(
-            script=below, mode=mode, guard=Budget(max_iterations=50), tools=[search_tool()]
-        )
+        inside = Trial(last, mode).scenario(below, Budget(max_iterations=50))
         middle = Script([calls("ask"), says("That is all.")])
         ask = Tool("ask", runs=Nested(last, inside))
-        passing = Scenario(
-            script=middle, mode=mode, guard=Budget(max_model_calls=between), tools=[ask]
-        )
+        passing = Trial(first, mode).scenario(middle, Budget(max_model_calls=between), ask)
         top = Script([calls("ask"), says("I know enough.")])
         guard = Guard(Budget(max_model_calls=around))
-        tool = Tool("ask", runs=Nested(first, passing))
-        act(driver, mode, top, guard=guard, tools=[tool])
+        Trial(driver, mode).run(top, guard, Tool("ask", runs=Nested(first, passing)))
         assert (top.calls, middle.calls, below.calls) == made
         assert guard.usage.model_calls == sum(made)
 
@@ -105,26 +100,16 @@ def test_three_deep(driver, mode):
 def test_activate_around_a_run_that_has_another_one_inside(driver, mode):
     guard = Guard(Budget(max_model_calls=4))
     with guard.activate():
-        ran, script, below = nest(
-            driver, ONE_OF_EACH[0], mode, Budget(max_iterations=9), Budget(max_iterations=9)
-        )
-    assert (script.calls, below.calls, guard.usage.model_calls) == (1, 3, 4)
-    check_stopped(ran, StopReason.MAX_MODEL_CALLS)
+        inside = Budget(max_iterations=9)
+        done, below = nest(driver, ONE_OF_EACH[0], mode, Budget(max_iterations=9), inside)
+    done.stopped(StopReason.MAX_MODEL_CALLS, calls=1)
+    assert (below.calls, guard.usage.model_calls) == (3, 4)
 
 
 def runaways(guard, mode):
     """A run of each adapter on one guard, that would never end by itself."""
     return [
-        (
-            driver,
-            Scenario(
-                script=Script(lambda number: calls(Call("search", str(number)))),
-                mode=mode,
-                guard=guard,
-                tools=[search_tool()],
-            ),
-        )
-        for driver in ONE_OF_EACH
+        (driver, Trial(driver, mode).scenario(sticky("search"), guard)) for driver in ONE_OF_EACH
     ]
 
 

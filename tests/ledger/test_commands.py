@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from budgetguard_cli.app import app
 from budgetguard_cli.screen import printable
+from budgetguard_core import Guard
 from budgetguard_core.ledger.amounts import Amount
+from budgetguard_core.run_log import RunLog
 
 
 @pytest.fixture
@@ -128,8 +130,10 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
 
 def test_a_logged_run_is_killed_by_the_beginning_of_its_id(sqlite, opened, tmp_path):
     opened(sqlite).set_ceilings("acme", daily_usd=1)
-    for name in ("9f0c11", "9f0c11-1795402199", "9f0d"):
-        (tmp_path / f"{name}.jsonl").touch()
+    for name in ("9f0c11", "9f0d"):
+        guard = Guard(run_id=name, sinks=[RunLog(tmp_path)])
+        guard.start()
+        Guard.restore(guard.snapshot(), sinks=[RunLog(tmp_path)])  # in a log of its own
     environment = {"BUDGETGUARD_LEDGER": sqlite.url, "BUDGETGUARD_LOG": str(tmp_path)}
     kill = ["kill", "--json", "--run"]
     done = CliRunner().invoke(app, [*kill, "9f0c"], env=environment)
@@ -138,6 +142,9 @@ def test_a_logged_run_is_killed_by_the_beginning_of_its_id(sqlite, opened, tmp_p
     assert CliRunner().invoke(app, [*kill, "9f0"], env=environment).exit_code == 2
     done = CliRunner().invoke(app, [*kill, "other"], env=environment)
     assert json.loads(done.stdout)["flag"].endswith("other")
+    assert CliRunner().invoke(app, [*kill, ""], env=environment).exit_code == 2
+    done = CliRunner().invoke(app, ["revive", "--json", "--run", "9f"], env=environment)
+    assert json.loads(done.stdout)["flag"] == "r:9f0c11"
 
 
 COMMANDS = [

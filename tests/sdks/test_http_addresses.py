@@ -12,7 +12,7 @@ from mistralai.client import Mistral
 
 from budgetguard_core import Budget
 from budgetguard_http import BudgetHooks, BudgetTransport
-from budgetguard_http._billing import bills
+from budgetguard_http._policy import bills
 from provider_server import ProviderServer
 
 MESSAGES = [{"role": "user", "content": "go"}]

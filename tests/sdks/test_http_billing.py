@@ -15,7 +15,7 @@ from google import genai
 
 from budgetguard_core import Budget
 from budgetguard_http import AsyncBudgetTransport, BudgetTransport, bounded_clients
-from budgetguard_http._billing import bills
+from budgetguard_http._policy import bills
 
 DOLLARS = Budget(max_cost_usd=1, loop_detection=None)
 TURNS = [{"role": "user", "content": "go"}]

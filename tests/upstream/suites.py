@@ -113,9 +113,14 @@ SUITES: dict[str, Suite] = {
             "anyio",
             "aiohttp",
             "http-snapshot",
+            "hypothesis",
+            "opentelemetry-sdk",
+            "time-machine",
         ),
         # They ask a mock server that is built elsewhere.
         leave_out=("tests/api_resources",),
+        # As its own options have it: its mocks are httpx's.
+        options=("-p", "tests._alias_httpx"),
     ),
     "google-genai": Suite(
         "google-genai", "http", _HTTP, needs=_PYTEST, tests=("google/genai/tests",)

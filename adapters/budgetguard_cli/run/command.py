@@ -6,78 +6,46 @@ import io
 import os
 import sys
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from budgetguard_cli.logs import is_there
-from budgetguard_cli.options import (
-    CountUnpricedAsZero,
-    LoopDetectionOn,
-    MaxCostUsd,
-    MaxIterations,
-    MaxModelCalls,
-    MaxSeconds,
-    MaxToolCalls,
-    MaxTotalTokens,
-    ProfileName,
-    budget_fields,
-)
-from budgetguard_cli.screen import printable, refuse
+from budgetguard_cli.options import budgeted
+from budgetguard_cli.screen import printable, refuse, write_json
 from budgetguard_core import Budget, BudgetGuardError
-from budgetguard_core.budget import DIMENSIONS
 from budgetguard_core.ledger import Ledger
-from budgetguard_core.profiles import load_profile
 
 if TYPE_CHECKING:
     from budgetguard_cli.run.report import RunReport
 
 STOPPED = 3
 NOTHING_SEEN = 4
-_CAPS = (*DIMENSIONS, "max_output_tokens_per_call")
 
 
+@budgeted
 def run(
     script: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCRIPT",
-            help="A Python script and its arguments; with -m, a module.",
-            show_default=False,
-        ),
+        list[str], typer.Argument(help="A Python script and its arguments; with -m, a module.")
     ],
+    budget: Budget,
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    profile: ProfileName = None,
-    max_iterations: MaxIterations = None,
-    max_model_calls: MaxModelCalls = None,
-    max_tool_calls: MaxToolCalls = None,
-    max_total_tokens: MaxTotalTokens = None,
-    max_seconds: MaxSeconds = None,
-    max_cost_usd: MaxCostUsd = None,
-    max_output_tokens_per_call: Annotated[
-        int | None, typer.Option(help="Completion tokens of one call.")
-    ] = None,
-    count_unpriced_as_zero: CountUnpricedAsZero = False,
-    loop_detection: LoopDetectionOn = True,
     ledger: Annotated[
         str | None,
         typer.Option(
-            help="The ledger that is charged as well; with --tenant. BUDGETGUARD_LEDGER if left "
-            "out.",
-            show_default=False,
+            metavar="URL", help="Charged as well, for --tenant; BUDGETGUARD_LEDGER if left out."
         ),
     ] = None,
-    tenant: Annotated[
-        str | None, typer.Option(help="Whom the run is for.", show_default=False)
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whom the run is for.")] = None,
     grace: Annotated[
         float,
         typer.Option(
             min=0.1,
             max=3600,
-            help="Seconds that the script has to end after a stop; then it is interrupted, "
-            "terminated and killed, with as long in between.",
+            metavar="SECONDS",
+            help="To end after a stop; then the script is interrupted, terminated and killed, with "
+            "as long in between.",
         ),
     ] = 10.0,
     as_json: Annotated[
@@ -87,7 +55,7 @@ def run(
     """Run a script, unchanged, under a budget, with all its processes.
 
     Its threads and frameworks are included. Calls of models are bounded at HTTP, below every
-    client over httpx; runs of LangGraph, the OpenAI Agents SDK and Strands end as
+    client over httpx; runs of LangGraph, the OpenAI Agents SDK, Strands and Pydantic AI end as
     their own partial results. Caps hold for all processes together. The report goes to standard
     error.
 
@@ -98,35 +66,26 @@ def run(
     with 0 and no call of a model was seen; else as the script did (128 and the number of a signal
     that killed it); with 2 when an option or a file is wrong.
     """
-    given: dict[str, Any] = locals()
     if os.name != "posix":
         refuse("run needs a POSIX system, got another. Use the adapters in the script.")
     # They need one to be imported.
-    from budgetguard_cli.run.folder import RunFolder
+    from budgetguard_cli.run.folder import RUN, RunFolder
     from budgetguard_cli.run.report import RunReport
     from budgetguard_cli.run.script import run_script
 
-    if "BUDGETGUARD_RUN" in os.environ:
+    if RUN in os.environ:
         refuse("this is bounded by a `budgetguard run` already, got a second. Use python instead.")
     _check_script(script[0], is_module=is_module)
-    own = budget_fields(
-        {name: given[name] for name in _CAPS},
-        loop_detection=loop_detection,
-        count_unpriced_as_zero=count_unpriced_as_zero,
-    )
     if tenant is not None:
         ledger = ledger or os.environ.get("BUDGETGUARD_LEDGER")
     if (ledger is None) != (tenant is None):
         refuse("--ledger and --tenant must be given together, got one. Give both.")
+    if budget.profile is None and not budget.caps():
+        refuse(
+            "a run must have a budget, got neither a profile nor a cap. Use --max-cost-usd 5, or "
+            "--profile research."
+        )
     try:
-        budget = Budget(**own)
-        if profile:
-            budget = load_profile(profile).under(budget)
-        elif not budget.caps():
-            refuse(
-                "a run must have a budget, got neither a profile nor a cap. Use --max-cost-usd 5, "
-                "or --profile research."
-            )
         if tenant is not None:
             with Ledger(ledger) as opened:
                 opened.require_ceiling(tenant)
@@ -146,10 +105,13 @@ def run(
 
 def _write(report: RunReport, as_json: bool) -> None:
     console = Console(stderr=True)
-    with console.capture() as captured:
-        report.print(console)
+    with console.capture() as captured:  # or it would end the command itself
+        console.print(*report.parts(), sep="\n")
     try:
-        sys.stderr.write(report.as_json() + "\n" if as_json else captured.get())
+        if as_json:
+            write_json(report.plain(), errors=True)
+        else:
+            sys.stderr.write(captured.get())
         sys.stderr.flush()
     except OSError:
         # Nobody reads it any more: the exit code still tells. What is buffered would fail again.

@@ -25,6 +25,8 @@ RUN: Final = "BUDGETGUARD_RUN"
 """The environment variable that names the ledger of the run: its URL."""
 CALLS, TURNS, ANSWERS, QUOTA = "run", "iterations", "last answers", "quota {}"
 """The keys of the ledger: of all calls, of turns, of what is kept back, of a quota by its place."""
+OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
+"""What each process looks after by itself; it stops no other one."""
 _TIMEOUT_S: Final = 10.0
 _GONE: Final = "`budgetguard run` is gone"
 
@@ -34,7 +36,6 @@ class Facts(BaseModel):
 
     run_id: str
     budget: dict[str, Any]
-    ledger_id: str
     ledger: str | None
     tenant: str | None
     started_ns: int
@@ -42,18 +43,15 @@ class Facts(BaseModel):
 
 
 class RunFolder:
-    """One run's folder, made by `budgetguard run` and known by the URL of the ledger in it.
-
-    Attributes:
-        url: The ledger's.
-        logs: Where each process writes what it does.
-    """
+    """One run's folder, made by `budgetguard run` and known by the URL of the ledger in it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0])).parent
         self.logs = self._path / "logs"
+        """Where each process writes what it does."""
         self._alive, self._stop = self._path / "alive", self._path / "stop"
+        self._notes = self._path / "notes"
         self._held: int | None = None
 
     @classmethod
@@ -66,17 +64,17 @@ class RunFolder:
         folder = cls(f"sqlite:///{quote(f'{path}/ledger')}?windows=run&synchronous=normal")
         try:
             (path / "processes").mkdir()
+            folder._notes.touch()
             folder._hold(folder._alive)
             with folder.ledger() as store:
                 _set_ceilings(store, budget)
-                facts = Facts(
-                    run_id=uuid.uuid4().hex,
-                    budget=budget.to_json(),
-                    ledger_id=store.id,
-                    ledger=ledger,
-                    tenant=tenant,
-                    started_ns=SystemClock.monotonic_ns(),
-                )
+            facts = Facts(
+                run_id=uuid.uuid4().hex,
+                budget=budget.to_json(),
+                ledger=ledger,
+                tenant=tenant,
+                started_ns=SystemClock.monotonic_ns(),
+            )
             (path / "facts").write_text(facts.model_dump_json())
             yield folder
         finally:
@@ -89,10 +87,9 @@ class RunFolder:
             raise ProcessLookupError(_GONE)
         return Facts.model_validate_json((self._path / "facts").read_bytes())
 
-    def ledger(self, ledger_id: str | None = None) -> Ledger:
+    def ledger(self) -> Ledger:
         """Return the ledger of the run."""
-        queue = self._path / "queue"
-        return Ledger(self.url, timeout=_TIMEOUT_S, ledger_id=ledger_id, queue=queue)
+        return Ledger(self.url, timeout=_TIMEOUT_S, queue=self._path / "queue")
 
     def enter(self, run_id: str) -> str:
         """Register this process with the run; return its name: of the first one the run's."""
@@ -140,22 +137,18 @@ class RunFolder:
         with suppress(OSError):
             os.utime(self._stop)
 
-    def asked_ns(self) -> int | None:
-        """Return when a call was refused last, or the stop came; None without a stop."""
-        try:
-            return self._stop.stat().st_mtime_ns
-        except OSError:
-            return None
+    def asked_ns(self) -> int:
+        """Return when a call was refused last, or the stop came, by the wall clock."""
+        return self._stop.stat().st_mtime_ns
 
     def note(self, text: str) -> None:
         """Add a note to the report."""
-        with (self._path / "notes").open("a") as file:
+        with self._notes.open("a") as file:
             file.write(f"{' '.join(text.split())[:200]}\n")
 
     def notes(self) -> list[str]:
         """Return what the processes wanted to be said, each once."""
-        notes = self._path / "notes"
-        return [*dict.fromkeys(notes.read_text().splitlines())] if notes.exists() else []
+        return [*dict.fromkeys(self._notes.read_text().splitlines())]
 
 
 def trip_of(reason: StopReason, detail: str, limit: Any = None, used: Any = None) -> Trip:

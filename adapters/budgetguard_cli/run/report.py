@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
+from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.text import Text
 
-from budgetguard_cli.logs import read_files
-from budgetguard_cli.run.folder import ANSWERS, CALLS, TURNS, RunFolder
-from budgetguard_cli.run.plug import OF_A_PROCESS
+from budgetguard_cli.logs import read_file
+from budgetguard_cli.run.folder import ANSWERS, CALLS, OF_A_PROCESS, TURNS, RunFolder
 from budgetguard_cli.runs import Runs, Spent
 from budgetguard_cli.screen import counted, figure, printable, table
 from budgetguard_core import Budget, Usage
@@ -25,18 +24,7 @@ _SHOWN = ("iterations", "model_calls", "tool_calls", "total_tokens", "cost_usd",
 
 
 class RunReport:
-    """The figures of one run: of its ledger, and by model of what its processes have written.
-
-    Args:
-        folder: Of the run.
-        budget: Its caps.
-        exit_code: The script's own.
-
-    Attributes:
-        stops: The limits that ended the run, or a part of it.
-        usage: What all processes used.
-        models: The same by model.
-    """
+    """The figures of one run: of its ledger, and by model of what its processes have written."""
 
     def __init__(self, folder: RunFolder, budget: Budget, exit_code: int) -> None:
         facts = folder.facts()
@@ -46,65 +34,56 @@ class RunReport:
         whole = folder.stop()
         stops = {} if whole is None else {"": whole.model_copy(update={"run_id": self._run_id})}
         runs = Runs()
-        read_files(map(str, sorted(folder.logs.glob("*.jsonl"))), runs.take, Console(quiet=True))
-        for run in runs.roots:
-            for node in run.nodes.values():
-                if node.trip is not None and node.trip.reason in OF_A_PROCESS:
-                    stops.setdefault(node.trip.run_id, node.trip)
-                for name, spent in node.models.items():
-                    self.models.setdefault(name, Spent()).add(spent)
+        for log in sorted(folder.logs.glob("*.jsonl")):
+            read_file(str(log), runs.take)
+        for node in (node for run in runs.roots for node in run.nodes.values()):
+            if node.trip is not None and node.trip.reason in OF_A_PROCESS:
+                stops.setdefault(node.trip.run_id, node.trip)
+            for name, spent in node.models.items():
+                self.models.setdefault(name, Spent()).add(spent)
         self.stops = list(stops.values())
+        """The limits that ended the run, or a part of it."""
         with folder.ledger() as ledger:
             calls, turns, answers = map(ledger.run_usage, (CALLS, TURNS, ANSWERS))
-        recorded = [run.recorded.usage for run in runs.roots]
-        self.usage = Usage(
-            iterations=turns.spent_model_calls + turns.reserved_model_calls,
-            model_calls=calls.spent_model_calls
-            + calls.reserved_model_calls
-            + answers.spent_model_calls,
-            tool_calls=calls.spent_tool_calls + calls.reserved_tool_calls,
-            total_tokens=calls.spent_tokens + answers.spent_tokens,
-            cost_usd=calls.spent_usd + answers.spent_usd,
-            reserved_tokens=calls.reserved_tokens,
-            reserved_usd=calls.reserved_usd,
-            seconds=(SystemClock.monotonic_ns() - facts.started_ns) / 1e9,
-            input_tokens=sum(one.input_tokens for one in recorded),
-            output_tokens=sum(one.output_tokens for one in recorded),
-            unpriced_calls=sum(one.unpriced_calls for one in recorded),
-            failed_calls=sum(one.failed_calls for one in recorded),
-            estimated_calls=sum(one.estimated_calls for one in recorded),
-        )
+        made = [one.spent_model_calls + one.reserved_model_calls for one in (calls, answers, turns)]
+        exact = {
+            "iterations": made[2],
+            "model_calls": made[0] + made[1],
+            "tool_calls": calls.spent_tool_calls + calls.reserved_tool_calls,
+            "total_tokens": calls.spent_tokens + answers.spent_tokens,
+            "cost_usd": calls.spent_usd + answers.spent_usd,
+            "reserved_tokens": calls.reserved_tokens,
+            "reserved_usd": calls.reserved_usd,
+            "seconds": (SystemClock.monotonic_ns() - facts.started_ns) / 1e9,
+        }
+        written = sum((run.recorded.usage for run in runs.roots), Usage())
+        self.usage = written.model_copy(update=exact)
 
     @property
     def saw_a_call(self) -> bool:
         """True if any call of a model was seen."""
         return self.usage.model_calls > 0 or bool(self.stops)
 
-    def as_json(self) -> str:
-        """Return it as one object; amounts are strings, so that no digit is lost."""
+    def plain(self) -> dict[str, Any]:
+        """Return it for machines."""
         profile = self._budget.profile
-        report = {
+        return {
             "run_id": self._run_id,
             "exit_code": self._exit_code,
             "profile": None if profile is None else profile.model_dump(),
             "limits": self._budget.caps(),
             "used": self.usage.model_dump(),
-            "stops": [
-                {"reason": one.reason, "detail": one.detail, "run_id": one.run_id}
-                for one in self.stops
-            ],
+            "stops": [one.model_dump(include={"reason", "detail", "run_id"}) for one in self.stops],
             "models": {name: asdict(spent) for name, spent in self.models.items()},
             "notes": self._notes,
         }
-        return json.dumps(report, default=str)
 
-    def print(self, console: Console) -> None:
-        """Write it for people."""
+    def parts(self) -> list[RenderableType]:
+        """Return it for people, part by part."""
         lines = [f"stopped: {one.reason} ({printable(one.detail)})" for one in self.stops]
         lines[_MOST_STOPS:] = [f"and {len(lines) - _MOST_STOPS} more"] * (len(lines) > _MOST_STOPS)
         lines = lines or ["no limit was reached" if self.saw_a_call else _NOTHING_SEEN]
-        for line in (*lines, f"The script ended with {self._exit_code}."):
-            console.print(Text(f"budgetguard: {line}"))
+        lines.append(f"The script ended with {self._exit_code}.")
         limits = table("limit", "used", "cap", title=f"run {self._run_id[:12]}")
         caps = {name.removeprefix("max_"): cap for name, cap in self._budget.caps().items()}
         for name in dict.fromkeys((*_SHOWN, *caps)):
@@ -112,14 +91,16 @@ class RunReport:
             limits.add_row(f"max_{name}", used, figure(caps[name]) if name in caps else "none")
         for pattern, quota in self._budget.tool_quotas.items():
             limits.add_row(f"tool_quotas {printable(pattern)}", "", figure(quota))
-        console.print(limits)
         models = table("model", "calls", "failed", "tokens", "cost")
         for name, one in sorted(self.models.items()):
             counts = (one.calls, one.failed, one.tokens)
             models.add_row(printable(name), *map(figure, counts), figure(one.cost_usd))
-        if self.models:
-            console.print(models)
+        notes = [f"note: {printable(note)}" for note in self._notes]
         if self.usage.unpriced_calls:
-            console.print(f"{counted(self.usage.unpriced_calls, 'call')} without a price")
-        for note in self._notes:
-            console.print(Text(f"note: {printable(note)}"))
+            notes.insert(0, f"{counted(self.usage.unpriced_calls, 'call')} without a price")
+        return [
+            *(Text(f"budgetguard: {line}") for line in lines),
+            limits,
+            *([models] if self.models else []),
+            *map(Text, notes),
+        ]

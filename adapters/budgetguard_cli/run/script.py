@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,41 +18,36 @@ from budgetguard_core.kit import SystemClock
 
 SITE: Final = Path(__file__).with_name("site")
 _LOOK_EVERY_S: Final = 0.05
-_NAMES: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_PASSED_ON: Final = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+)
 _LADDER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def run_script(command: Sequence[str], folder: RunFolder, budget: Budget, *, grace_s: float) -> int:
-    """Run a script to its end.
+    """Run a script to its end; return its exit code, or 128 and the number of what killed it.
 
-    Args:
-        command: The interpreter's arguments.
-        folder: Of the run.
-        budget: Its caps.
-        grace_s: Seconds that the script has to end after a stop: see `Patience`. Then it is
-            interrupted, after as long again terminated, and after as long again killed.
-
-    Returns:
-        The script's exit code; 128 and the number of the signal that killed it.
+    After a stop it has `grace_s` seconds to end: see `Patience`. Then it is interrupted, after as
+    long again terminated, and after as long again killed.
     """
-    arguments = [sys.executable, *command]
+    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, RUN: folder.url, "PYTHONPATH": path}
+    patience, steps = Patience(folder, budget), 0
     with _signals() as heard:
-        process = subprocess.Popen(arguments, env=_environment(folder.url))  # noqa: S603
-        patience = Patience(folder, budget)
-        steps = list(_LADDER)
+        process = subprocess.Popen([sys.executable, *command], env=environment)  # noqa: S603
         while True:
             try:
                 code = process.wait(_LOOK_EVERY_S)
-                break
             except subprocess.TimeoutExpired:
-                pass
-            while heard:
-                process.send_signal(heard.pop(0))
-            if steps and patience.waited_s() >= grace_s * (1 + len(_LADDER) - len(steps)):
-                step = steps.pop(0)
-                process.send_signal(step)
-                folder.signal(step, but=process.pid)
-    return code if code >= 0 else 128 - code
+                while heard:
+                    process.send_signal(heard.pop(0))
+                if steps < len(_LADDER) and patience.waited_s() >= grace_s * (steps + 1):
+                    process.send_signal(_LADDER[steps])
+                    folder.signal(_LADDER[steps], but=process.pid)
+                    steps += 1
+            else:
+                return code if code >= 0 else 128 - code
 
 
 class Patience:
@@ -67,33 +61,22 @@ class Patience:
         self._folder = folder
         self._limit = budget.max_seconds
         self._started_ns = folder.facts().started_ns
-        self._stopped_ns: int | None = None
-        self._over_ns: int | None = None
+        self._stopped_ns = 0
 
     def waited_s(self) -> float:
         """Return the seconds from the stop to the latest call, or to now where time is over."""
-        now = SystemClock.monotonic_ns()
-        limit, used, reason = self._limit, (now - self._started_ns) / 1e9, StopReason.MAX_SECONDS
-        is_over = limit is not None and used >= limit
-        if is_over:
+        limit, used = self._limit, (SystemClock.monotonic_ns() - self._started_ns) / 1e9
+        over = 0.0 if limit is None else max(used - limit, 0.0)
+        if over:
+            reason = StopReason.MAX_SECONDS
             self._folder.end(trip_of(reason, f"{reason}={limit} reached", limit, used))
+        stop = self._folder.stop()
+        if stop is None:
+            return over
         asked = self._folder.asked_ns()
-        if asked is None:
-            return 0
-        if self._stopped_ns is None:
-            self._stopped_ns = asked
-            stop = self._folder.stop()
-            is_over = is_over or (stop is not None and stop.reason in (StopReason.ABORTED, reason))
-        if is_over and self._over_ns is None:
-            self._over_ns = now
-        timed = 0 if self._over_ns is None else now - self._over_ns
-        return max(asked - self._stopped_ns, timed) / 1e9
-
-
-def _environment(url: str) -> Mapping[str, str]:
-    before = os.environ.get("PYTHONPATH")
-    path = str(SITE) if not before else f"{SITE}{os.pathsep}{before}"
-    return {**os.environ, RUN: url, "PYTHONPATH": path}
+        self._stopped_ns = self._stopped_ns or asked
+        until = SystemClock.wall_ns() if stop.reason is StopReason.ABORTED else asked
+        return max((until - self._stopped_ns) / 1e9, over)
 
 
 @contextmanager
@@ -106,11 +89,8 @@ def _signals() -> Generator[list[int]]:
         if number not in (signal.SIGINT, signal.SIGQUIT) or not _is_at_terminal():
             heard.append(number)
 
-    numbers = [getattr(signal, name) for name in _NAMES]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
     # What was ignored before (nohup) stays so, and the script inherits it.
-    heeded = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN]
+    heeded = [one for one in _PASSED_ON if signal.getsignal(one) is not signal.SIG_IGN]
     before = {number: signal.signal(number, hear) for number in heeded}
     try:
         yield heard

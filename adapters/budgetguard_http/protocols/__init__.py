@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from budgetguard_http.protocols.anthropic_messages import AnthropicMessages
 from budgetguard_http.protocols.bedrock_converse import BedrockConverse
-from budgetguard_http.protocols.embeddings import Embeddings, GeminiEmbeddings
 from budgetguard_http.protocols.fields import Body
-from budgetguard_http.protocols.gemini import Gemini
+from budgetguard_http.protocols.gemini import Gemini, GeminiEmbeddings
 from budgetguard_http.protocols.ollama import Ollama
-from budgetguard_http.protocols.openai_chat import Completions, Mistral, OpenAIChat
+from budgetguard_http.protocols.openai_chat import Completions, Embeddings, Mistral, OpenAIChat
 from budgetguard_http.protocols.openai_responses import OpenAIResponses
 from budgetguard_http.protocols.protocol import ApiProtocol
 
 __all__ = ["CHAT", "MISTRAL", "OPAQUE", "TABLE", "is_path_of_a_model", "protocol_of"]
-
-
-class _Row(NamedTuple):
-    path: re.Pattern[str]
-    fields: tuple[str, ...]
-    """What the body has to hold one of: a path alone is not enough to tell."""
-    protocol: ApiProtocol
 
 
 MISTRAL: Final = Mistral()
@@ -33,7 +25,7 @@ _ANTHROPIC: Final = AnthropicMessages()
 # Without an input it goes on from what the provider keeps.
 _OF_RESPONSES: Final = ("input", "previous_response_id", "conversation", "prompt")
 TABLE: Final = tuple(
-    _Row(re.compile(path + "$"), fields, protocol)
+    (re.compile(path + "$"), fields, protocol)
     for path, fields, protocol in (
         # That of agents is Mistral's.
         (r"/(chat|agents)/completions", ("messages",), CHAT),
@@ -53,12 +45,13 @@ TABLE: Final = tuple(
         (r"/api/(chat|generate)", ("model",), Ollama()),
     )
 )
-"""By the end of the address, not by the host: gateways and local servers are understood as well."""
+"""By the end of the address, not by the host: gateways and local servers are understood as well.
+Of the fields the body has to hold one: a path alone is not enough to tell."""
 
 
 @lru_cache(maxsize=256)
-def _rows_of(path: str) -> tuple[_Row, ...]:
-    return tuple(row for row in TABLE if row.path.search(path))
+def _rows_of(path: str) -> tuple[tuple[tuple[str, ...], ApiProtocol], ...]:
+    return tuple((fields, protocol) for end, fields, protocol in TABLE if end.search(path))
 
 
 def is_path_of_a_model(path: str) -> bool:
@@ -68,8 +61,8 @@ def is_path_of_a_model(path: str) -> bool:
 
 def protocol_of(path: str, body: Body) -> ApiProtocol | None:
     """Return the format of a request; None where it is none that is understood."""
-    for row in _rows_of(path):
-        if not body.keys().isdisjoint(row.fields):
+    for fields, protocol in _rows_of(path):
+        if not body.keys().isdisjoint(fields):
             by_another = body.get("background") and not body.get("stream")
-            return None if by_another else row.protocol
+            return None if by_another else protocol
     return None

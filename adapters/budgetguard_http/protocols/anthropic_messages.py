@@ -6,16 +6,8 @@ import re
 from typing import Any, Final
 
 from budgetguard_core.kit import merge_usage, token_usage
-from budgetguard_http.protocols.fields import Body, at, record, records, text_or_none
-from budgetguard_http.protocols.protocol import (
-    MARK,
-    SYNTHETIC_ID,
-    BlockReader,
-    Event,
-    OfBlocks,
-    Paths,
-    usage_in,
-)
+from budgetguard_http.protocols.fields import Body, Event, at, record, records, text_or_none
+from budgetguard_http.protocols.protocol import MARK, BlockReader, OfBlocks, Paths, usage_in
 
 _HOSTED: Final = frozenset({"server_tool_use", "mcp_tool_use"})
 
@@ -30,7 +22,7 @@ class MessagesReader(BlockReader):
         self._begin(body, usage_in(body))
         for index, block in enumerate(records(body.get("content"))):
             self._take_block(index, block)
-        self._finish(body.get("stop_reason"))
+        self.is_cut, self.is_settled = body.get("stop_reason") == "max_tokens", True
 
     def take(self, name: str, data: Body) -> None:
         """Take an event."""
@@ -48,7 +40,8 @@ class MessagesReader(BlockReader):
             self.continues(index, delta.get("partial_json"))
         elif kind == "message_delta":
             self.usage = merge_usage(self.usage, token_usage(data.get("usage")))
-            self._finish(at(data, "delta.stop_reason"))
+            self.is_cut = at(data, "delta.stop_reason") == "max_tokens"
+            self.is_settled = True
 
     def end(self) -> None:
         """Take an end without the last figures: those of the beginning are not the answer's."""
@@ -67,9 +60,6 @@ class MessagesReader(BlockReader):
         elif kind == "text":
             self.says(block.get("text"))
         self.writes(block.get("thinking"))
-
-    def _finish(self, reason: object) -> None:
-        self.is_cut, self.is_settled = reason == "max_tokens", True
 
 
 class AnthropicMessages(OfBlocks):
@@ -97,7 +87,7 @@ class AnthropicMessages(OfBlocks):
         """Return a message, one of no content where the model refuses; its usage is zero."""
         refuses = self.form(body) == "json"
         return {
-            "id": f"msg_{SYNTHETIC_ID}",
+            "id": "msg_synthetic",
             "type": "message",
             "role": "assistant",
             "model": model,

@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from budgetguard_core.kit import token_usage
-from budgetguard_http.protocols.fields import Body, at, record, records
-from budgetguard_http.protocols.protocol import BlockReader, Event, OfBlocks, Paths
+from budgetguard_http.protocols.fields import Body, Event, at, record, records
+from budgetguard_http.protocols.protocol import BlockReader, OfBlocks, Paths
 
 _FIELDS: Final = "additionalModelRequestFields"
 _THINKING: Final = f"{_FIELDS}.thinking.budget_tokens {_FIELDS}.reasoning_config.budget_tokens"

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 from pydantic_core import from_json
 
 Body: TypeAlias = dict[str, Any]
+Event: TypeAlias = tuple[str, Any]
+"""One event of a stream: its name (empty where the format has none) and its data."""
 
 # `type`, for values that nothing is known of: the type checkers follow it no further.
 _kind_of: Callable[[Any], Any] = type

@@ -7,14 +7,8 @@ from typing import Final
 
 from budgetguard_core.kit import merge_usage, token_usage
 from budgetguard_http.protocols.fields import Body, at, record, records, text_or_none
-from budgetguard_http.protocols.protocol import (
-    SYNTHETIC_ID,
-    Event,
-    OfBlocks,
-    Paths,
-    Reader,
-    repeated,
-)
+from budgetguard_http.protocols.openai_chat import Embeddings
+from budgetguard_http.protocols.protocol import OfBlocks, Paths, Reader, repeated
 
 _NO_USAGE: Final = {"promptTokenCount": 0, "candidatesTokenCount": 0, "totalTokenCount": 0}
 _CALLING: Final = "toolConfig.functionCallingConfig"
@@ -37,10 +31,13 @@ class GeminiReader(Reader):
                 if function := record(part.get("functionCall")):
                     self.begins(len(self.begun), function, function.get("args"))
 
-    def closing(self, text: str) -> list[Event]:
-        """Return the chunk that ends it."""
-        said = "" if self.said else text
-        return self.protocol.synthetic_stream({}, self.model or "", said, {})
+
+class GeminiEmbeddings(Embeddings):
+    """`:embedContent` and `:batchEmbedContents`; their usage is estimated where none is told."""
+
+    provider = "google"
+    model_in_path = re.compile(r"([^/:]+):\w+$")
+    paths = Paths(prompt="requests content")
 
 
 class Gemini(OfBlocks):
@@ -70,5 +67,5 @@ class Gemini(OfBlocks):
             "candidates": repeated(candidate, self.choices(body)),
             "usageMetadata": dict(_NO_USAGE),
             "modelVersion": model,
-            "responseId": SYNTHETIC_ID,
+            "responseId": "synthetic",
         }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from budgetguard_http.protocols.fields import Body, record, text_or_none
+from budgetguard_http.protocols.fields import Body, Event, record, text_or_none
 from budgetguard_http.protocols.openai_chat import ChatReader
-from budgetguard_http.protocols.protocol import ApiProtocol, Event, Paths, usage_in
+from budgetguard_http.protocols.protocol import ApiProtocol, Paths, usage_in
 
 
 class OllamaReader(ChatReader):
@@ -25,31 +25,20 @@ class OllamaReader(ChatReader):
             self.is_settled = True
         return False
 
-    def closing(self, text: str) -> list[Event]:
-        """Return the piece that ends it."""
-        said = "" if self.said else text
-        return self.protocol.synthetic_stream(self.request, self.model or "", said, {})
-
 
 class Ollama(ApiProtocol):
     """`/api/chat`, with messages as chat completions have them, and `/api/generate`."""
 
     paths = Paths(
         messages="messages",
+        prompt="messages prompt",
         system="system",
         tools="tools",
         schema="format",
         bound="options.num_predict",
     )
     reader_type = OllamaReader
-
-    def is_streamed(self, path: str, body: Body) -> bool:
-        """Return whether the answer is streamed, which is the default."""
-        return body.get("stream") is not False
-
-    def prompt(self, body: Body) -> Body:
-        """Return messages, or a prompt, and the tools."""
-        return {**super().prompt(body), "messages": body.get("messages") or body.get("prompt")}
+    streams = True
 
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return an answer whose usage is zero; its clients' types take no field of ours."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from budgetguard_core.kit import content_text, merge_usage
-from budgetguard_http.protocols.fields import Body, at, count_or_none, record, records, text_or_none
-from budgetguard_http.protocols.protocol import (
-    MARK,
-    SYNTHETIC_ID,
-    ApiProtocol,
+from budgetguard_http.protocols.fields import (
+    Body,
     Event,
-    Paths,
-    Reader,
-    repeated,
-    usage_in,
+    at,
+    count_or_none,
+    record,
+    records,
+    text_or_none,
 )
+from budgetguard_http.protocols.protocol import MARK, ApiProtocol, Paths, Reader, repeated, usage_in
 
 DONE: Final[Event] = ("", "[DONE]")
 _BESIDE_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
@@ -26,7 +25,7 @@ _NO_USAGE: Final = {
     "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
     "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
 }
-_ID: Final = f"chatcmpl-{SYNTHETIC_ID}"
+_ID: Final = "chatcmpl-synthetic"
 
 
 class ChatReader(Reader):
@@ -94,6 +93,7 @@ class OpenAIChat(ApiProtocol):
     )
     reader_type = ChatReader
     can_refuse = True
+    usage_is_asked_for = True
 
     def bound(self, body: Body) -> int | None:
         """Return the lower of the two fields that there are for it."""
@@ -103,14 +103,6 @@ class OpenAIChat(ApiProtocol):
     def set_bound(self, body: Body, tokens: int) -> None:
         """Write the field that the request has already: servers know one of them or both."""
         body["max_tokens" if "max_tokens" in body else self.bound_field] = tokens
-
-    def ask_for_usage(self, body: Body) -> bool:
-        """Ask by `stream_options`."""
-        options = record(body.get("stream_options"))
-        if options.get("include_usage"):
-            return False
-        body["stream_options"] = {**options, "include_usage": True}
-        return True
 
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return a completion whose usage is zero: programs read it."""
@@ -150,22 +142,15 @@ class Mistral(OpenAIChat):
     provider = "mistral"
     bound_field = "max_tokens"
     can_refuse = False
-
-    def ask_for_usage(self, body: Body) -> bool:
-        """Ask for nothing: it comes with every stream."""
-        return False
+    usage_is_asked_for = False
 
 
 class Completions(OpenAIChat):
     """`/completions`, the legacy one: a prompt and a text, and no conversation."""
 
     bound_field = "max_tokens"
-    paths = Paths(choices="n")
+    paths = Paths(prompt="prompt", choices="n")
     can_refuse = False
-
-    def prompt(self, body: Body) -> Body:
-        """Return the prompt."""
-        return {"messages": body.get("prompt")}
 
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return a completion whose usage is zero."""
@@ -177,6 +162,13 @@ class Completions(OpenAIChat):
     def synthetic_stream(self, body: Body, model: str, text: str, mark: Body) -> list[Event]:
         """Return it as the only chunk, and the end."""
         return [("", self.synthetic(body, model, text, mark)), DONE]
+
+
+class Embeddings(ApiProtocol):
+    """`/embeddings`, which Azure and Mistral have too, and `/api/embed`: no turn of a loop."""
+
+    is_turn = False
+    paths = Paths(prompt="input prompt")
 
 
 def _chunk(model: str, delta: Body, finish: str | None) -> Body:

@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from budgetguard_core.kit import RESPONSES, Turn, content_text
-from budgetguard_http.protocols.fields import Body, at, record, records, text_or_none
-from budgetguard_http.protocols.protocol import (
-    MARK,
-    SYNTHETIC_ID,
-    ApiProtocol,
-    Event,
-    Paths,
-    Reader,
-    usage_in,
-)
+from budgetguard_core.kit import RESPONSES, content_text
+from budgetguard_http.protocols.fields import Body, Event, at, record, records, text_or_none
+from budgetguard_http.protocols.protocol import MARK, ApiProtocol, Paths, Reader, usage_in
 
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
-# Beside messages and the results of calls, what the model has no part in.
-_CLIENTS: Final = frozenset({"item_reference", "mcp_approval_response"})
-_MESSAGE_ID: Final = f"msg_{SYNTHETIC_ID}"
 
 
 class ResponsesReader(Reader):
@@ -28,10 +17,6 @@ class ResponsesReader(Reader):
 
     _sent = 0
     _begun: Body | None = None
-
-    def __init__(self, protocol: ApiProtocol, request: Body) -> None:
-        super().__init__(protocol, request)
-        self._items: dict[int, Body] = {}
 
     def whole(self, body: Body) -> None:
         """Take a response."""
@@ -62,14 +47,14 @@ class ResponsesReader(Reader):
         elif kind.endswith(".delta"):
             self.writes(data.get("delta"))
         elif kind.startswith("response.output_item."):
-            item = self._items[data.get("output_index") or 0] = record(data.get("item"))
+            item = self.items[data.get("output_index") or 0] = record(data.get("item"))
             self.has_calls |= bool(self.protocol.turn(item).calls)
         elif kind in _ENDS:
             self.is_settled = True
             response = record(data.get("response"))
             if not response.get("output"):
                 # Some servers end with the head of the response alone.
-                response = {**response, "output": list(self._items.values())}
+                response = {**response, "output": list(self.items.values())}
             text, said = self.text, self.said
             self.text, self.said = [], []
             self.whole(response)
@@ -78,7 +63,7 @@ class ResponsesReader(Reader):
     def closing(self, text: str) -> list[Event]:
         """Complete the response: a message that was begun has what it said, as clients check."""
         said, output = "".join(self.said), list[Body]()
-        for _, item in sorted(self._items.items()):
+        for _, item in sorted(self.items.items()):
             if item.get("type") == "message" and item.get("status") != "completed":
                 item = {**item, "status": "completed", "content": _message(said)["content"]}
             said = said.removeprefix(content_text(item.get("content")))
@@ -89,7 +74,7 @@ class ResponsesReader(Reader):
         if self.said:
             message = []
         else:
-            place = max(self._items, default=-1) + 1
+            place = max(self.items, default=-1) + 1
             message = [(kind, {**data, "output_index": place}) for kind, data in message]
             output += end["response"]["output"]
         response = {**(self._begun or end["response"]), "status": "completed", "output": output}
@@ -126,17 +111,12 @@ class OpenAIResponses(ApiProtocol):
         is_text = isinstance(given, str)
         return [{"role": "user", "content": given}] if is_text else super().turns(body)
 
-    def turn(self, message: Any) -> Turn:
-        """Read an item; of others than messages and local calls, one that says nothing."""
-        is_clients = record(message).get("type") in _CLIENTS
-        return Turn("system") if is_clients else super().turn(message)
-
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return a response, by the id of the one that the provider goes on from."""
         message = _message(text, is_refusal=self.form(body) == "json")
         before = text_or_none(body.get("previous_response_id"))
         return {
-            "id": before or f"resp_{SYNTHETIC_ID}",
+            "id": before or "resp_synthetic",
             "object": "response",
             "created_at": 0,
             "status": "completed",
@@ -165,7 +145,7 @@ class OpenAIResponses(ApiProtocol):
         (part,) = message["content"]
         kind, field = part["type"], "refusal" if part["type"] == "refusal" else "text"
         place: Body = {"output_index": 0}
-        where: Body = {"item_id": _MESSAGE_ID, **place, "content_index": 0}
+        where: Body = {"item_id": message["id"], **place, "content_index": 0}
         written: Body = where if field == "refusal" else {**where, "logprobs": []}
         events: list[Event] = [
             ("response.created", {"response": begun}),
@@ -189,7 +169,7 @@ def _message(text: str, *, is_refusal: bool = False) -> Body:
         part = {"type": "refusal", "refusal": text}
     return {
         "type": "message",
-        "id": _MESSAGE_ID,
+        "id": "msg_synthetic",
         "role": "assistant",
         "status": "completed",
         "content": [part],

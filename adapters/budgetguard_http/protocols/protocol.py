@@ -16,15 +16,20 @@ from budgetguard_core.kit import (
     merge_usage,
     token_usage,
 )
-from budgetguard_http.protocols.fields import Body, at, count_or_none, items, record, text_or_none
+from budgetguard_http.protocols.fields import (
+    Body,
+    Event,
+    at,
+    count_or_none,
+    items,
+    record,
+    text_or_none,
+)
 
-Event: TypeAlias = tuple[str, Any]
-"""One event of a stream: its name (empty where the format has none) and its data."""
 Form: TypeAlias = Literal["text", "json", "tool"]
 """What a request asks for: any text, JSON of some kind, or a call of a tool in any case."""
 MARK: Final = "budgetguard"
 """Under this name a synthetic answer carries its marker, where the format takes other fields."""
-SYNTHETIC_ID: Final = "synthetic"
 _MOST: Final = 128
 """Choices that a provider gives at most."""
 _ANY_TOOL: Final = ("required", "any", "ANY")
@@ -44,13 +49,7 @@ class Result(NamedTuple):
 class Reader:
     """One answer, whole or streamed so far; as it stands, its usage alone.
 
-    Args:
-        protocol: Its format.
-        request: The request that it answers.
-
     Attributes:
-        usage: What the provider reported.
-        model: The model that answered, as the provider says.
         id: The answer's id, where a next request can refer to it.
         text: All that the model wrote, reasoning and arguments of tool calls included.
         said: Of it, what the reply says to the user.
@@ -78,6 +77,7 @@ class Reader:
         self.said: list[str] = []
         self.calls: list[ToolCall] = []
         self.hosted: list[ToolCall] = []
+        self.items: dict[int, Body] = {}
         self.begun: dict[Any, tuple[ToolCall, list[str]]] = {}
 
     def whole(self, body: Body) -> None:
@@ -102,7 +102,8 @@ class Reader:
 
     def closing(self, text: str) -> list[Event] | None:
         """Return the events that end a cut stream in good order, with a text if it said nothing."""
-        return None
+        said = "" if self.said else text
+        return self.protocol.synthetic_stream(self.request, self.model or "", said, {}) or None
 
     def says(self, text: object) -> None:
         """Take in a piece of the reply's own text."""
@@ -171,6 +172,8 @@ class Paths(NamedTuple):
     """The places of a request's parts, each a dotted path, or several of which the first counts."""
 
     messages: str = ""
+    prompt: str = ""
+    """What is sent, where that is not the messages."""
     system: str = ""
     tools: str = ""
     schema: str = ""
@@ -200,6 +203,10 @@ class ApiProtocol:
     min_output_tokens: ClassVar[int] = 1
     is_turn: ClassVar[bool] = True
     """A call is a turn of a loop; that of an embedding is none."""
+    usage_is_asked_for: ClassVar[bool] = False
+    """The usage of a stream comes where `stream_options` ask for it."""
+    streams: ClassVar[bool] = False
+    """An answer is streamed where the request does not say."""
     can_refuse: ClassVar[bool] = False
     """A model may refuse to answer in JSON: so does the synthetic answer."""
 
@@ -212,7 +219,7 @@ class ApiProtocol:
 
     def is_streamed(self, path: str, body: Body) -> bool:
         """Return whether the answer comes as a stream."""
-        return bool(body.get("stream")) or path.endswith(self.stream_paths)
+        return bool(body.get("stream", self.streams)) or path.endswith(self.stream_paths)
 
     def bound(self, body: Body) -> int | None:
         """Return the completion tokens that the request asks for at most."""
@@ -241,7 +248,7 @@ class ApiProtocol:
         """Return what the prompt is made of, as `Prompt.project` takes it."""
         paths = self.paths
         return {
-            "messages": at(body, paths.messages) if paths.messages else [body],
+            "messages": at(body, paths.prompt or paths.messages) or [body],
             "system": at(body, paths.system),
             "tools": items(at(body, paths.tools)),
             "output_schema": at(body, paths.schema),
@@ -263,7 +270,7 @@ class ApiProtocol:
         found: list[Result] = []
         for message in reversed(self.turns(body)):
             turn = self.turn(message)
-            if turn.role == "assistant":
+            if turn.role == "assistant" and not turn.is_empty:
                 break
             pairs = zip(turn.results, turn.raw_results, strict=True)
             found[:0] = [_result(id_, raw) for (id_, _), raw in pairs]
@@ -305,10 +312,6 @@ class ApiProtocol:
             return None
         named = at(body, self.paths.forced_tool)
         return text_or_none(named[0] if items(named) and len(named) == 1 else named)
-
-    def ask_for_usage(self, body: Body) -> bool:
-        """Ask for the usage of a stream; False where it comes by itself or was asked for."""
-        return False
 
     # The answer
 

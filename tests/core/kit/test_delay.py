@@ -12,7 +12,8 @@ from budgetguard_core import Budget, ConfigurationError, Guard, StopReason
 from budgetguard_core.breakers import BreakerRegistry, BulkheadConfig, RateLimit, VelocityLimits
 from budgetguard_core.clock import SystemClock
 from budgetguard_core.kit import NOT_EXECUTED, Envelope, ModelCall, OpenModelCall, Stop, ToolCall
-from budgetguard_core.kit.delay import wait, wait_async
+from budgetguard_core.kit.delay import waited
+from budgetguard_core.kit.flow import run_awaited, run_blocking
 
 NOW = SystemClock().monotonic_ns
 SHORT = 0.05
@@ -27,7 +28,8 @@ def opened(**fields):
 def waits(run, call, way):
     """Wait in one of the two ways; the trip, and the seconds that it took."""
     began = NOW()
-    trip = wait(run, call) if way == "sync" else asyncio.run(wait_async(run, call))
+    flow = waited(run, call)
+    trip = run_blocking(flow) if way == "sync" else asyncio.run(run_awaited(flow))
     return trip, (NOW() - began) / 1e9
 
 
@@ -131,7 +133,7 @@ def test_a_place_that_is_granted_while_one_looks_is_taken():
 
     wake = property(lambda self: lambda: None, lambda self, wake: run.finished(first, "r"))
     place.__class__ = type("Eager", (type(place),), {"wake": wake})
-    assert wait(run, second) is None
+    assert run_blocking(waited(run, second)) is None
     assert run.start(second) is None
 
 
@@ -158,7 +160,7 @@ def test_a_wait_that_is_cancelled_takes_the_call_back(kind):
         call = run.model_call(ModelCall(input_tokens=1))
 
     async def cancelled():
-        task = asyncio.create_task(wait_async(run, call))
+        task = asyncio.create_task(run_awaited(waited(run, call)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -175,7 +177,7 @@ def test_an_abort_after_the_loop_is_over_is_heard_by_nobody():
     callbacks = []
     run.on_abort = lambda callback: callbacks.append(callback) or (lambda: None)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(wait_async(run, call))
+    task = loop.create_task(run_awaited(waited(run, call)))
     loop.run_until_complete(asyncio.sleep(0))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import sys
 import threading
@@ -75,20 +74,10 @@ def _first_request(owner: Any, own: Any) -> None:
 class _Callbacks:
     """Looks to LangChain like a context variable without a value; asked when a run begins."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._is_done = False
-
+    @functools.cache  # noqa: B019 - there is one
     def get(self) -> None:
-        with self._lock:
-            if not self._is_done:
-                self._is_done = True
-                try:
-                    # Its hooks come behind this one, and are asked next.
-                    _adapt("budgetguard_langgraph")
-                except BaseException:
-                    self._is_done = False
-                    raise
+        # Its hooks come behind this one, and are asked next.
+        _adapt("budgetguard_langgraph")
 
 
 def _langchain(module: Any) -> None:
@@ -128,27 +117,20 @@ _AFTER: dict[str, Callable[[Any], None]] = {
 class _Finder:
     """Sees the modules above when they are imported."""
 
-    def __init__(self) -> None:
-        self._busy = threading.local()
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name not in _AFTER or getattr(self._busy, name, False):
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
+        if name not in _AFTER:
             return None
-        setattr(self._busy, name, True)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            setattr(self._busy, name, False)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        execute = loader.exec_module
+        others = (one.find_spec(name, *where) for one in sys.meta_path if one is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
-        def exec_module(module: Any) -> None:
-            execute(module)
-            _AFTER[name](module)
+            def exec_module(module: Any) -> None:
+                execute(module)
+                _AFTER[name](module)
 
-        loader.exec_module = exec_module
+            loader.exec_module = exec_module
         return spec
 
 
