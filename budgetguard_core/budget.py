@@ -87,7 +87,7 @@ _Seconds = Annotated[
         0,
         _MOST_SECONDS,
         "Use None for no cap.",
-        above=True,
+        exclusive=True,
         optional=True,
     ),
 ]
@@ -211,7 +211,7 @@ class Budget(Settings, metaclass=_OwnNames):
 
     @field_validator("stop_when", mode="after")
     @classmethod
-    def _can_be_asked(cls, conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    def _is_blocking(cls, conditions: Sequence[Condition]) -> tuple[Condition, ...]:
         for condition in conditions:
             as_condition(condition)
         return tuple(conditions)
@@ -304,14 +304,14 @@ class Budget(Settings, metaclass=_OwnNames):
                 )
         return budget
 
-    def inheriting(self, above: Budget) -> Self:
+    def inheriting(self, exclusive: Budget) -> Self:
         """Copy the budget of a sub-agent, with what it leaves open set as in the one above.
 
         That is `warn_at`, `loop_detection` and `profile`, where they were not given. Caps are not
         among it: every one above holds by itself.
         """
         open_ = {"warn_at", "loop_detection", "profile"} - self.model_fields_set
-        update = {name: getattr(above, name) for name in open_}
+        update = {name: getattr(exclusive, name) for name in open_}
         same = all(getattr(self, name) == value for name, value in update.items())
         return self if same else self.model_copy(update=update)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class CancellationToken:
-    """Tells work in flight that its run was aborted. Set once, from any thread, never unset."""
+    """A signal to work in flight that its run was aborted; set once, from any thread."""
 
     def __init__(self, parent: CancellationToken | None = None) -> None:
         self._cancelled = False

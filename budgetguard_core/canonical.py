@@ -103,7 +103,7 @@ class _Walk:
     """A look at one value; `left` is how many more parts of it are looked at."""
 
     def __init__(self) -> None:
-        self.left = _MOST_PARTS
+        self.remaining = _MOST_PARTS
 
     def text(self, value: Any, depth: int) -> str:
         kind = _kind_of(value)
@@ -116,9 +116,9 @@ class _Walk:
         if kind is float:
             return _real(value)
         text = f"<{kind.__qualname__}>"
-        if depth > _DEEPEST or self.left <= 0:
+        if depth > _DEEPEST or self.remaining <= 0:
             return text
-        self.left -= 1
+        self.remaining -= 1
         try:
             text = self.contents(value, depth + 1)
         except Exception:  # the object's own code runs here, and must not end the run
@@ -164,8 +164,8 @@ class _Walk:
         return texts if len(texts) == len(values) else [*texts, f"<of {len(values)}>"]
 
     def some(self, values: Iterable[Any], count: int) -> Iterable[Any]:
-        looked_at = min(count, self.left)
-        self.left -= looked_at
+        looked_at = min(count, self.remaining)
+        self.remaining -= looked_at
         return islice(values, looked_at)
 
 

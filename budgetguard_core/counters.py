@@ -24,7 +24,7 @@ INFINITY = math.inf
 """The limit of a dimension without a cap."""
 UNKNOWN_ANSWER = 1024
 """Tokens that an answer of unknown length is taken for at least, beside other calls."""
-_NOT_ASKED = -INFINITY
+_NOT_REQUESTED = -INFINITY
 _NAMES_KEPT = 1024
 _SECOND = 1_000_000_000
 
@@ -68,7 +68,7 @@ TOTALS = (
     *("cache_read_tokens", "cache_write_tokens", "cache_write_1h_tokens", "reasoning_tokens"),
     *("estimated_calls", "failed_calls", "unpriced_calls"),
 )
-"""What is added up beside the dimensions, in the order of a settled call's figures."""
+"""Sums kept besides the dimensions, in the order of a settled call's figures."""
 COUNTED = {
     "iterations": ITERATIONS,
     "model_calls": MODEL_CALLS,
@@ -79,13 +79,13 @@ COUNTED = {
     "output_tokens": OUTPUT,
 }
 RESERVED = ("reserved_tokens", "reserved_cost", "reserved_input")
-"""What is set aside for open model calls."""
+"""Amounts set aside for open model calls."""
 COUNTERS = tuple(sorted({*COUNTED, *TOTALS, *RESERVED}))
 """Every running total by name, as a snapshot holds it; money in the unit of `pricing`."""
 
 
 class Quota:
-    """How many bodies of the tools that match a pattern may start, and how many did."""
+    """The bodies of the tools that match a pattern: how many may start, and how many did."""
 
     def __init__(self, pattern: str, limit: int, used: int) -> None:
         self.pattern = pattern
@@ -322,14 +322,14 @@ class Request(NamedTuple):
     So one comparison serves all: a cap is held against a step where `used + needed > cap`.
     """
 
-    iterations: float = _NOT_ASKED
-    model_calls: float = _NOT_ASKED
-    tool_calls: float = _NOT_ASKED
-    tokens: float = _NOT_ASKED
-    time: float = _NOT_ASKED
-    cost: float = _NOT_ASKED
-    input: float = _NOT_ASKED
-    output: float = _NOT_ASKED
+    iterations: float = _NOT_REQUESTED
+    model_calls: float = _NOT_REQUESTED
+    tool_calls: float = _NOT_REQUESTED
+    tokens: float = _NOT_REQUESTED
+    time: float = _NOT_REQUESTED
+    cost: float = _NOT_REQUESTED
+    input: float = _NOT_REQUESTED
+    output: float = _NOT_REQUESTED
 
     @classmethod
     def model_call(
@@ -344,7 +344,7 @@ class Request(NamedTuple):
         cost += counters.reserved_cost
         prompt += counters.reserved_input
         answer = tokens - prompt
-        turn = _NOT_ASKED if retry else 1
+        turn = _NOT_REQUESTED if retry else 1
         return cls(turn, 1, 0, tokens or 1, 1, cost or 1, prompt or 1, answer or 1)
 
 
@@ -399,8 +399,8 @@ def is_calm(
         used[TIME] = now - started
         whole, inputs = tokens + counters.reserved_tokens, prompt + counters.reserved_input
         money = cost + counters.reserved_cost
-        asked = (1, 1, tools, whole, 0, money, inputs, whole - inputs)
-        if any(map(ge, map(add, used, asked), counters.marks)):
+        requested = (1, 1, tools, whole, 0, money, inputs, whole - inputs)
+        if any(map(ge, map(add, used, requested), counters.marks)):
             return False
     return True
 
@@ -446,10 +446,10 @@ def clamp(
             bound, reason = int(room), StopReason.MAX_OUTPUT_TOKENS
         room = limits[COST] - counters.used[COST] - counters.reserved_cost
         if room < INFINITY and rates is not None and call.cost_usd is None and bound > 0:
-            left = max(int(room) - rates.input_cost(call.input_tokens), 0)
+            remaining = max(int(room) - rates.input_cost(call.input_tokens), 0)
             full = rates.output_cost(bound, input_tokens=call.input_tokens)
-            if full > left:
-                bound, reason = left * bound // full, StopReason.MAX_COST_USD
+            if full > remaining:
+                bound, reason = remaining * bound // full, StopReason.MAX_COST_USD
     # With less than the provider takes the call does not fit, and is not admitted.
     return max(bound, call.min_output_tokens), reason
 

@@ -31,7 +31,7 @@ _MOST_USD = Decimal(10**15)
 _LEAST_USD = Decimal("1E-15")
 
 ToolKind: TypeAlias = Literal["function", "handoff", "output", "hosted", "reported"]
-"""What a tool call is: a body that starts, a handoff, the framework's structured output, a tool of
+"""The kind of a tool call: a body that starts, a handoff, the framework's own output, a tool of
 the provider's, or one that its caller runs without asking."""
 _KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
 COUNTED = frozenset[ToolKind]({"function", "hosted", "reported"})
@@ -66,7 +66,7 @@ class ModelCall:
     seconds: float | None = None
     """The call's own time limit; the answer carries the lesser of it and the time left."""
     cost_usd: Decimal | None = None
-    """What the call costs at most, where the caller knows better than the price book."""
+    """The most that the call can cost, where the caller knows better than the price book."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class ToolCall:
 
 
 class Occurrences:
-    """Tells apart the tool calls of one run that have the same id, name and arguments.
+    """Numbers that keep apart the tool calls of one run with the same id, name and arguments.
 
     Two calls never get the same number, however long ago the first one was: what is forgotten
     raises the number with which everything else begins. A call that was not made after all, or
@@ -190,10 +190,10 @@ class Admit:
     def seconds(self) -> float | None:
         """Seconds that a model call may take from now on: its own limit, or the time left."""
         own: float | None = self.call.seconds
-        left: float | None = self.guard.time_left()
-        if left is None or own is None:
-            return own if left is None else left
-        return min(own, left)
+        remaining: float | None = self.guard.time_left()
+        if remaining is None or own is None:
+            return own if remaining is None else remaining
+        return min(own, remaining)
 
     def started(self) -> None:
         """Note that the body of a tool call begins now, for how long it takes. Not needed."""

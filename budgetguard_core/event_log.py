@@ -1,4 +1,4 @@
-"""How a trajectory log is read: one event a line."""
+"""Reading of a trajectory log, one event a line."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ class RunStarted(EventBase):
     parent_run_id: str | None
     price_book: str
     stop_conditions: int
-    """How many conditions of the user's own there are; they are code and not in the log."""
+    """The number of the user's own conditions; they are code and not in the log."""
     tenant: tuple[str, ...] = ()
     """Whom the run's calls are charged to in a ledger, beside those above it."""
-    beside: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
     """Other runs of this log that are charged too, as its parent is."""
 
 
@@ -119,7 +119,7 @@ class ModelCallAdmitted(ModelCallAsked):
     nudge: str | None
     """The corrective message that was due."""
     holds: tuple[str, ...] = ()
-    """What pays for it in the ledgers of the run's tenants: proves what a dead process spent."""
+    """Reservations in the ledgers of the run's tenants: they prove what a dead process spent."""
 
 
 class ModelCallRefused(ModelCallAsked):
@@ -138,9 +138,9 @@ class ModelCallSettled(EventBase):
     model: str | None
     """The model that the provider says it called, where it says so."""
     usage: TokenUsage | None
-    """What the provider reported; None when it reported nothing."""
+    """The usage that the provider reported; None when it reported nothing."""
     cost_usd: str | None
-    """What it was charged, or None for an unknown price."""
+    """The cost that was charged, or None for an unknown price."""
     given_cost_usd: str | None
     """The cost as the caller gave it, if it did."""
     error: str | None
@@ -162,7 +162,7 @@ class ReplyReported(EventBase):
     fingerprint: str
     """The fingerprint of the reply's text."""
     speaker: str | None
-    """Who said it, where several speak; cut to 200 characters."""
+    """The speaker, where there are several; cut to 200 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +375,7 @@ class IncidentRecorded(EventBase):
     trip: Trip
     usage: Usage
     next_step: str | None
-    """What the run was about to do."""
+    """The step that the run was about to take."""
     price_book: str
     profile: ProfileId | None = None
     may_have_taken_effect: tuple[str, ...]
@@ -472,4 +472,4 @@ Event: TypeAlias = Annotated[
     | RunEnded,
     Field(discriminator="event"),
 ]
-"""What happens in a run: each is one line of its log, told apart by `event`."""
+"""The events of a run, each one line of its log, distinguished by `event`."""

@@ -13,16 +13,16 @@ class Frame:
         guard: The guard that calls in here are charged to.
         run: The run that the code is a part of, None in an `activate` block.
         call: The call whose body the code is, None outside of any.
-        above: The frame around this one.
+        parent: The frame around this one.
     """
 
     def __init__(
-        self, guard: Any, *, run: Any = None, call: Any = None, above: Frame | None = None
+        self, guard: Any, *, run: Any = None, call: Any = None, parent: Frame | None = None
     ) -> None:
         self.guard = guard
         self.run = run
         self.call = call
-        self.above = above
+        self.parent = parent
 
     @property
     def is_live(self) -> bool:
@@ -72,7 +72,7 @@ def _process() -> Frame | None:
     return _PROCESS[0] if _PROCESS else None
 
 
-def around() -> Frame | None:
+def innermost() -> Frame | None:
     """Return the innermost frame around this code, an ended one included."""
     return FRAME.get() or _process()
 
@@ -88,5 +88,5 @@ def current() -> Frame | None:
     while frame is not None and not frame.is_live:
         if frame is NOWHERE:
             return None
-        frame = frame.above
+        frame = frame.parent
     return frame or _process()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
 
 WarningEvent: TypeAlias = events.LimitNearlyReached
-"""What `on_warning` is called with."""
+"""The argument of `on_warning`."""
 WarningHandler: TypeAlias = Callable[["Guard", WarningEvent], object]
 _OF_OUTCOME = ("status", "stop_reason", "finalized", "profile", "usage")
 _Sinks: TypeAlias = Iterable[Sink | Callable[[events.Event], object]] | None
@@ -81,7 +81,7 @@ class Guard:
 
     Attributes:
         budget: The caps as they are now, after every `extend`.
-        lineage: The guard and everyone that its calls are charged to, the guard first.
+        ancestry: The guard and everyone that its calls are charged to, the guard first.
         tree: What it shares with its sub-agents: lock, log, clock, prices, failures.
         cancellation: Cancelled by `abort`, with that of every sub-agent.
         outcome: The outcome of the latest run that was ended on it.
@@ -119,7 +119,7 @@ class Guard:
     def _set_up(
         self,
         parent: Self | None,
-        beside: Sequence[Self],
+        linked: Sequence[Self],
         budget: Budget | None,
         mode: Mode | ModeName,
         run_id: str | None = None,
@@ -132,20 +132,20 @@ class Guard:
         self.mode = as_mode(mode)
         self.run_id = run_id or secrets.token_hex(16)
         self.parent: Self | None = parent
-        above = () if parent is None else (parent, *beside)
-        self.lineage: tuple[Self, ...] = tuple(
-            dict.fromkeys((self, *(guard for one in above for guard in one.lineage)))
+        parents = () if parent is None else (parent, *linked)
+        self.ancestry: tuple[Self, ...] = tuple(
+            dict.fromkeys((self, *(guard for one in parents for guard in one.ancestry)))
         )
         self.outcome: Outcome | None = None
         self.earlier_usage = Usage()
         self.cancellation: CancellationToken = CancellationToken(
-            above[0].cancellation if above else None
+            parents[0].cancellation if parents else None
         )
-        self.state: RunState = RunState(self, (one.state for one in above), on_warning)
+        self.state: RunState = RunState(self, (one.state for one in parents), on_warning)
         self.clock: RunClock = RunClock(self.state)
         self._model_calls = ModelCalls(self.state)
         self._tool_calls = ToolCalls(self.state)
-        self.state.begin(plugs_of(self, **plugged), [one.run_id for one in beside])
+        self.state.begin(plugs_of(self, **plugged), [one.run_id for one in linked])
 
     # Relations
 
@@ -154,7 +154,7 @@ class Guard:
         budget: Budget | None = None,
         *,
         mode: Mode | ModeName | None = None,
-        beside: Sequence[Self] = (),
+        linked: Sequence[Self] = (),
         **options: Unpack[RunOptions],
     ) -> Self:
         """Make the guard of a sub-agent: its own caps, and at most what is left of every ancestor.
@@ -165,15 +165,15 @@ class Guard:
         Args:
             budget: Its own caps; without, it has none but those above.
             mode: ENFORCE, OBSERVE or OFF; this guard's if left out.
-            beside: Other guards of this tree that it charges too, each of their ancestors once.
+            linked: Other guards of this tree that it charges too, each of their ancestors once.
             options: As in `Guard`: `run_id`, `on_warning` (at the warning shares of its own caps),
                 `breakers` (what this tree of guards shares if left out), `ledger` and `tenant` (for
                 a tenant beside those above; each tenant is charged once).
         """
         child = type(self).__new__(type(self))
         child.tree = self.tree
-        child._set_up(self, beside, budget, mode or self.mode, **options)
-        for one in beside:
+        child._set_up(self, linked, budget, mode or self.mode, **options)
+        for one in linked:
             one.cancellation.adopt(child.cancellation)
         return child
 
@@ -228,7 +228,7 @@ class Guard:
 
     @property
     def tool_counts(self) -> dict[str, int]:
-        """How many bodies of each tool were started (the first 1,024 names)."""
+        """The number of bodies of each tool that were started (the first 1,024 names)."""
         with self.tree.lock:
             return self.state.counters.tools_started()
 
@@ -591,7 +591,7 @@ class Guard:
         shared: dict[str, Any] = {**options, "mode": snapshot.mode, "run_id": snapshot.run_id}
         caps = budget or snapshot.caps(stop_when)
         if within:
-            guard = within[0].child(caps, beside=within[1:], **shared)
+            guard = within[0].child(caps, linked=within[1:], **shared)
         else:
             shared |= {"price_book": price_book, "clock": clock, "sinks": None}
             guard = cls(caps, log_arguments=log_arguments, **shared)

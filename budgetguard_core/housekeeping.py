@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from budgetguard_core.budget import Budget
 from budgetguard_core.errors import ConfigurationError
-from budgetguard_core.frame import FRAME, Frame, around, current
+from budgetguard_core.frame import FRAME, Frame, current, innermost
 from budgetguard_core.threads import THREADS
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _NOTHING_ADMITTED: Final = (
 def activated(guard: _G) -> Generator[_G]:
     """Bound every run of every adapter in a block by a guard (`Guard.activate`)."""
     before = _starts(guard)
-    token = FRAME.set(Frame(guard, above=around()))
-    block = THREADS.opened()
+    token = FRAME.set(Frame(guard, parent=innermost()))
+    block = THREADS.open_block()
     try:
         yield guard
     finally:
@@ -82,15 +82,15 @@ class Housekeeping(Generic[_G]):
     def __enter__(self) -> _G:
         """Begin; the time starts now."""
         outer = current()
-        self._waiting = _calls_around(outer)
+        self._waiting = _enclosing_calls(outer)
         self._guard = self._make()
         self._guard.start()
         self._guard.clock.begin_housekeeping(self._waiting, answers_for=self._answers_for)
         # Its calls are none of the call around it, which is a turn or a tool of the run.
-        run, above = (None, None) if outer is None else (outer.run, outer.above)
+        run, parent = (None, None) if outer is None else (outer.run, outer.parent)
         if outer is not None and run is None:
-            above = outer
-        self._token = FRAME.set(Frame(self._guard, run=run, above=above))
+            parent = outer
+        self._token = FRAME.set(Frame(self._guard, run=run, parent=parent))
         return self._guard
 
     def __exit__(self, *_: object) -> None:
@@ -121,11 +121,11 @@ def late(seconds: float | None) -> str:
     return f"housekeeping must end within {seconds} seconds, and did not. Give it more seconds."
 
 
-def _calls_around(frame: Frame | None) -> list[Any]:
+def _enclosing_calls(frame: Frame | None) -> list[Any]:
     """List the admissions of the calls in whose bodies this code runs."""
     tickets: list[Any] = []
     while frame is not None:
         if frame.call is not None:
             tickets += frame.call.tickets
-        frame = frame.above
+        frame = frame.parent
     return tickets

@@ -1,4 +1,4 @@
-"""When a run that brings nothing new is corrected, and when it is stopped: the settings."""
+"""The settings by which a run that brings nothing new is corrected, and stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Names: TypeAlias = Annotated[
 
 
 class LoopDetection(Settings):
-    """When a run that brings nothing new is corrected, and when it is stopped.
+    """The settings by which a run that brings nothing new is corrected, and stopped.
 
     Seven kinds of rows are counted, each by itself. At their `nudge_after` the model gets a
     corrective message before its next call; at their `stop_after` the run ends before its next

@@ -50,7 +50,7 @@ def _as_set(names: tuple[str, ...]) -> frozenset[str]:
 
 
 class _Row:
-    """How many in a row, and whether the model was nudged."""
+    """The number in a row, and whether the model was nudged."""
 
     def __init__(self, name: str, settings: LoopDetection) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class _Row:
             self.length = first
             self.nudged_at = 0
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Note that the model knows: it has one more to adapt."""
         self.nudged_at = self.length
 
@@ -147,7 +147,7 @@ class _State(BaseModel):
     masked: str | None
     waiting: list[_Key]
     error: tuple[str, str] | None
-    said: list[_Reply]
+    earlier_replies: list[_Reply]
     replies: list[_Reply]
     rows: dict[str, tuple[NonNegativeInt, NonNegativeInt]]
 
@@ -201,7 +201,7 @@ class LoopDetector:
         self._waiting: dict[_Key, int] = {}
         self._error: tuple[str, str] | None = None
         self._error_reply = 0
-        self._said: dict[_Reply, int] = {}
+        self._earlier_replies: dict[_Reply, int] = {}
         self._replies: list[_Reply] = []
         self.due = False
         self.tripped = False
@@ -325,13 +325,13 @@ class LoopDetector:
                 return
             fingerprint = fingerprint_reply(text)
         reply = (_short(name), fingerprint)
-        known = reply in self._said
+        known = reply in self._earlier_replies
         rows = self._rows
         rows.short_replies.step(known)
         # A short one that repeats neither adds to the row of the others nor ends it.
         if not known or not fingerprint.startswith(SHORT):
             rows.replies.step(known)
-        _remember(self._said, reply, 0, self._window)
+        _remember(self._earlier_replies, reply, 0, self._window)
         self._replies.append(reply)
         del self._replies[:-_RECENT_KEPT]
         self._judge()
@@ -352,7 +352,7 @@ class LoopDetector:
         self._error = None
         # The user's turn is to be answered: one more error ends the run, and not the old ones.
         if rows.same_error.nudged_at:
-            rows.same_error.tell()
+            rows.same_error.notify()
         self._judge()
 
     def _begin_anew(self) -> None:
@@ -371,18 +371,18 @@ class LoopDetector:
         if not due:
             return None
         for row in due:
-            row.tell()
+            row.notify()
         self._judge()
         row = due[0]
         period, names = self._cycle_of(row)
-        said = row.name.removeprefix("short_")
-        if said == "replies" and period > 1:
-            said = "circle_of_replies"
-        elif said == "stale" and period:
-            said = "circle" if period > 1 else "same_call"
+        earlier_replies = row.name.removeprefix("short_")
+        if earlier_replies == "replies" and period > 1:
+            earlier_replies = "circle_of_replies"
+        elif earlier_replies == "stale" and period:
+            earlier_replies = "circle" if period > 1 else "same_call"
         facts = {"length": row.length, "more": row.length + 1, "times": self._times}
         advice = _PATIENCE if row is self._rows.waits else _ADVICE
-        return f"{_SAID[said].format(names=names, period=period, **facts)}; {advice}"
+        return f"{_SAID[earlier_replies].format(names=names, period=period, **facts)}; {advice}"
 
     def _cycle_of(self, row: _Row) -> tuple[int, str]:
         """Return how long the cycle of a row is, 0 for none, and the names in it."""
@@ -421,7 +421,7 @@ class LoopDetector:
             "masked": self._masked,
             "waiting": [list(key) for key in self._waiting],
             "error": None if self._error is None else list(self._error),
-            "said": [list(reply) for reply in self._said],
+            "earlier_replies": [list(reply) for reply in self._earlier_replies],
             "replies": [list(reply) for reply in self._replies],
             "rows": {row.name: [row.length, row.nudged_at] for row in self._rows},
         }
@@ -444,12 +444,13 @@ class LoopDetector:
         kept = known.seen[-window:]
         detector._generation = 2
         detector._seen = {
-            key: 2 if place >= len(kept) - known.fresh else 1 for place, key in enumerate(kept)
+            key: 2 if position >= len(kept) - known.fresh else 1
+            for position, key in enumerate(kept)
         }
         detector._recent, detector._replies = known.recent, known.replies
         detector._times, detector._masked, detector._error = known.times, known.masked, known.error
         detector._waiting = dict.fromkeys(known.waiting[-window:], 0)
-        detector._said = dict.fromkeys(known.said[-window:], 0)
+        detector._earlier_replies = dict.fromkeys(known.earlier_replies[-window:], 0)
         for row in detector._rows:
             row.start(*known.rows[row.name])
         detector._judge()

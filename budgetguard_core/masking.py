@@ -15,9 +15,9 @@ _SHORT_RESULT = 600
 _LONGEST_MASKED = 20_000
 
 SHORT = "short:"
-"""What the fingerprint of a short reply begins with."""
+"""The prefix of a short reply's fingerprint."""
 WAITS = "~"
-"""What the masked fingerprint of a result begins with that says "not yet"."""
+"""The prefix of the masked fingerprint of a result that says "not yet"."""
 
 _DIGITS = re.compile(r"[0-9]+(?:[.,:-][0-9]+)*")
 _VARIABLE = re.compile(

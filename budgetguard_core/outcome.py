@@ -10,7 +10,7 @@ from budgetguard_core.stop import StopReason, Trip, Violation
 from budgetguard_core.usage import Usage
 
 Status: TypeAlias = Literal["completed", "terminated", "paused", "failed"]
-"""How a run ended: by itself, stopped by a limit, waiting for a person, or left by an exception."""
+"""The ending of a run: by itself, stopped by a limit, waiting for a person, or by an exception."""
 
 
 class ToolCallRecord(BaseModel):
@@ -45,15 +45,15 @@ class Outcome(BaseModel):
     detail: str = ""
     """One sentence for people: limit and use. It is never shown to the model."""
     error: str | None = None
-    """What a run was left by: the exception's type and text, cut to 500 characters."""
+    """The exception that ended a run: its type and text, cut to 500 characters."""
     next_step: str | None = None
-    """What the run was about to do, or what it waits for, where the adapter knows."""
+    """The step that the run was about to take, or what it waits for, where the adapter knows."""
     violations: tuple[Violation, ...] = ()
     """Every limit that held, in order."""
     usage: Usage
-    """What was used, sub-agents included."""
+    """The usage of the run, sub-agents included."""
     earlier_usage: Usage = Field(default_factory=Usage)
-    """What earlier attempts used, where the run was resumed under a fresh budget."""
+    """The usage of earlier attempts, where the run was resumed under a fresh budget."""
     tool_calls: tuple[ToolCallRecord, ...] = ()
     """The last tool calls (256 at most) and every one that is still open, oldest first."""
     messages: tuple[Any, ...] = ()
@@ -70,9 +70,9 @@ class Outcome(BaseModel):
     observed: tuple[Violation, ...] = ()
     """In OBSERVE: every limit that would have stopped the run."""
     resume: str | None = None
-    """How to go on, where the run can be resumed."""
+    """The way to go on, where the run can be resumed."""
     errors: tuple[str, ...] = ()
-    """What failed on the way (sinks, stores, listeners) without changing the ending."""
+    """Failures on the way (sinks, stores, listeners) that did not change the ending."""
 
 
 class BudgetExceeded(BudgetGuardError):

@@ -161,9 +161,9 @@ class Price(Settings):
 
 
 class _Row(NamedTuple):
-    """Femto-dollars per token and per request, for calls with more input tokens than `above`."""
+    """Femto-dollars per token and per request, for calls with more input tokens than `least`."""
 
-    above: int
+    least: int
     input: int
     cache_read: int
     cache_write: int
@@ -175,7 +175,7 @@ class _Row(NamedTuple):
 _FIRST: Final = -1
 
 
-def _row(above: int, rates: Sequence[Decimal | None], request: int, *, claude: bool) -> _Row:
+def _row(least: int, rates: Sequence[Decimal | None], request: int, *, claude: bool) -> _Row:
     """Make a row of the rates in the order of `_RATES`, the first of which is known."""
     known = [None if rate is None else _ceil(rate, _PER_TOKEN) for rate in rates]
     plain, (read, write, hour, output) = known[0] or 0, known[1:]
@@ -185,18 +185,18 @@ def _row(above: int, rates: Sequence[Decimal | None], request: int, *, claude: b
         hour = max(plain * 2 if claude else plain, write)
     # Models without a price for output (embeddings) have none to bill.
     output = plain if output is None else output
-    return _Row(above, plain, plain if read is None else read, write, hour, output, request)
+    return _Row(least, plain, plain if read is None else read, write, hour, output, request)
 
 
 def _rows_of_price(price: Price, *, claude: bool) -> tuple[_Row, ...]:
     return tuple(
         _row(
-            above,
+            least,
             [getattr(each, name) for name in _RATES],
             from_usd(Decimal(each.per_request)),
             claude=claude,
         )
-        for above, each in ((_FIRST, price), *price.tiers)
+        for least, each in ((_FIRST, price), *price.tiers)
     )
 
 
@@ -267,7 +267,7 @@ class Rates:
 
 def _reached(falling: tuple[_Row, ...], tokens: int) -> _Row:
     for row in falling[:-1]:
-        if tokens > row.above:
+        if tokens > row.least:
             return row
     return falling[-1]
 
@@ -308,7 +308,7 @@ class PriceBook:
 
     @cached_property
     def version(self) -> str:
-        """Where the prices are from: "genai-prices 0.2.3", and a digest of the overrides if any."""
+        """The source of the prices: "genai-prices 0.2.3", and a digest of the overrides if any."""
         source = f"genai-prices {_release()}"
         if not self._overrides:
             return source
@@ -433,23 +433,23 @@ def _rows_of_data(possible: Sequence[ModelPrice], *, claude: bool) -> tuple[_Row
         if isinstance(prices.requests_kcount, TieredPrices)
     ]
     rows: list[_Row] = []
-    for above in (_FIRST, *sorted({tier.start for rate in tiered for tier in rate.tiers})):
+    for least in (_FIRST, *sorted({tier.start for rate in tiered for tier in rate.tiers})):
         alternatives: list[_Row] = []
         for prices, rates in zip(possible, listed, strict=True):
-            reached = [_rate_at(rate, above) for rate in rates]
+            reached = [_rate_at(rate, least) for rate in rates]
             if reached[0] is None:
                 return None
-            request = _rate_at(prices.requests_kcount, above) or Decimal(0)
+            request = _rate_at(prices.requests_kcount, least) or Decimal(0)
             request_cost = _ceil(request, _PER_REQUEST_OF_1000)
-            alternatives.append(_row(above, reached, request_cost, claude=claude))
+            alternatives.append(_row(least, reached, request_cost, claude=claude))
         rows.append(_Row(*(max(rates) for rates in zip(*alternatives, strict=True))))
     return tuple(rows)
 
 
-def _rate_at(rate: Decimal | TieredPrices | None, above: int) -> Decimal | None:
+def _rate_at(rate: Decimal | TieredPrices | None, least: int) -> Decimal | None:
     if rate is None or isinstance(rate, Decimal):
         return rate
-    reached = [tier.price for tier in rate.tiers if tier.start <= above]
+    reached = [tier.price for tier in rate.tiers if tier.start <= least]
     return reached[-1] if reached else rate.base
 
 

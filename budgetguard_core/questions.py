@@ -62,7 +62,7 @@ def take_answer(guard: Any, answer: Any) -> bool:
 
 def take_answers(run: Any, answers: Mapping[str, Any]) -> None:
     """Give a run and those around it the answers to what they have asked, by their ids."""
-    for guard in run.guard.lineage:
+    for guard in run.guard.ancestry:
         if guard.run_id in answers:
             take_answer(guard, answers[guard.run_id])
 
@@ -89,13 +89,13 @@ def _of_caps(state: Any, request: Any) -> tuple[Any, tuple[Violation, ...]] | No
 @contextmanager
 def _standing_still(state: Any) -> Generator[None]:
     """Stop the time of the run and of those above it."""
-    lineage = state.guard.lineage
-    for guard in lineage:
+    ancestry = state.guard.ancestry
+    for guard in ancestry:
         guard.pause()
     try:
         yield
     finally:
-        for guard in lineage:
+        for guard in ancestry:
             guard.go_on()
 
 

@@ -12,7 +12,7 @@ _CONTROL = re.compile(
     "[\x7f-\x9f\xad\u0600-\u0605\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
-"""What JSON does not escape, and a terminal or an editor obeys or does not show."""
+"""Characters that JSON does not escape, and a terminal or an editor obeys or does not show."""
 
 
 def dump(record: BaseModel, *, exclude: set[str] | None = None) -> str:

@@ -75,7 +75,7 @@ class Replay:
         self._prices = price_book
         self._clock = _RecordedClock(clock or SystemClock())
         self._guards: dict[str, Guard] = {}
-        self._above: dict[str, list[Guard]] = {}
+        self._parents: dict[str, list[Guard]] = {}
         self._tickets: dict[tuple[str, int], Admit] = {}
 
     def apply(self, event: Event) -> None:
@@ -101,7 +101,7 @@ class Replay:
         elif isinstance(event, past.RunRestored):
             self._restore(event)
         elif event.run_id in self._guards:
-            self._tell(self._guards[event.run_id], event)
+            self._notify(self._guards[event.run_id], event)
         else:
             raise CheckpointError(
                 f"event {event.seq}: run {event.run_id!r} has no start in this log. "
@@ -122,12 +122,12 @@ class Replay:
     def _start(self, event: past.RunStarted) -> None:
         recorded = Budget.from_json(event.budget)
         if event.parent_run_id is not None and event.parent_run_id in self._guards:
-            names = (event.parent_run_id, *event.beside)
-            above = [self._guards[name] for name in names if name in self._guards]
-            guard = above[0].child(
-                recorded, mode=as_mode(event.mode), run_id=event.run_id, beside=above[1:]
+            names = (event.parent_run_id, *event.linked)
+            outer = [self._guards[name] for name in names if name in self._guards]
+            guard = outer[0].child(
+                recorded, mode=as_mode(event.mode), run_id=event.run_id, linked=outer[1:]
             )
-            self._above[event.run_id] = above
+            self._parents[event.run_id] = outer
         else:
             guard = Guard(
                 self._budget or recorded,
@@ -146,7 +146,7 @@ class Replay:
         snapshot = Snapshot.model_validate(event.snapshot)
         budget = self._budget or Budget.from_json(snapshot.budget or {})
         # A given budget makes the attempt a fresh one; the recorded one had its own counters.
-        within = self._above.get(event.run_id, ())
+        within = self._parents.get(event.run_id, ())
         if within:
             budget = Budget.from_json(snapshot.budget or {})
         guard = Guard.restore(
@@ -166,7 +166,7 @@ class Replay:
         for open_call, ticket in zip(snapshot.open_calls, guard.open_calls(), strict=True):
             self._tickets[event.run_id, open_call.call_id] = ticket
 
-    def _tell(self, guard: Guard, event: Event) -> None:
+    def _notify(self, guard: Guard, event: Event) -> None:
         match event:
             case past.ModelCallAdmitted() | past.ModelCallRefused():
                 decision = guard.admit_model_call(replace(event.call))
@@ -206,7 +206,7 @@ class Replay:
             case past.HousekeepingEnded():
                 guard.clock.end_housekeeping(self._waiting(event))
             case _:
-                _tell_fact(guard, event)
+                _restore_fact(guard, event)
 
     def _waiting(
         self,
@@ -229,7 +229,7 @@ class Replay:
             guard.extend(**raised)
 
 
-def _tell_fact(guard: Guard, event: Event) -> None:
+def _restore_fact(guard: Guard, event: Event) -> None:
     """Repeat what a guard was told besides its calls."""
     match event:
         case past.StopHeld():
@@ -280,8 +280,8 @@ def _end(guard: Guard, ticket: Admit, event: Event) -> None:
             guard.withdraw(ticket)
 
 
-def _is_part(below: Guard | None, above: Guard) -> bool:
-    while below is not None and below is not above:
+def _is_part(below: Guard | None, outer: Guard) -> bool:
+    while below is not None and below is not outer:
         below = below.parent
     return below is not None
 

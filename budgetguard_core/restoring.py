@@ -92,7 +92,7 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
     # The guard of the earlier attempt may still be in this tree: its open calls are these.
     for ticket in [one for one in tree.open.values() if one.guard.run_id == guard.run_id]:
         del tree.open[ticket.call_id]
-        _set_aside(guard.lineage[1:], ticket, -1)
+        _set_aside(guard.ancestry[1:], ticket, -1)
     # In a tree that goes on already, the numbers of the old one are taken.
     first = tree.call_id if guard.parent is not None else 0
     tickets = [_ticket_of(state, call, first) for call in snapshot.open_calls]
@@ -100,7 +100,7 @@ def take_over(state: RunState, tools: ToolCalls, snapshot: Snapshot, *, fresh: b
     tree.go_on_from(seq, first + snapshot.call_id, tickets)
     for ticket in tickets:
         # Its settlement will take this off everyone in the chain.
-        _set_aside(guard.lineage[1:], ticket, 1)
+        _set_aside(guard.ancestry[1:], ticket, 1)
     tools.records.extend(snapshot.records)
     state.completed_tool_calls += snapshot.completed()
     mine.largest_output = snapshot.largest_output

@@ -24,15 +24,15 @@ class RunClock:
 
     def time_left(self, *, whole: bool = False) -> float | None:
         """Seconds until the earliest deadline that is enforced; None without one."""
-        left, tree = INFINITY, self._state.tree
+        remaining, tree = INFINITY, self._state.tree
         with tree.lock:
             now = tree.now()
             for link in self._state.chain:
                 cap = (link.counters.whole_caps if whole else link.limits)[TIME]
                 if link.owner.mode is Mode.ENFORCE and cap != INFINITY:
                     link.counters.tick(now)
-                    left = min(left, cap - link.counters.used[TIME])
-        return None if left == INFINITY else max(left / 1_000_000_000, 0.0)
+                    remaining = min(remaining, cap - link.counters.used[TIME])
+        return None if remaining == INFINITY else max(remaining / 1_000_000_000, 0.0)
 
     def start(self) -> None:
         """Start the time, where it has not begun."""
@@ -80,8 +80,8 @@ class RunClock:
         state = self._state
         with state.tree.step() as now:
             self.is_housekeeping = True
-            above = state.guard.lineage[1:]
-            stopped = next((one for one in above if one.run_id == answers_for), None)
+            parents = state.guard.ancestry[1:]
+            stopped = next((one for one in parents if one.run_id == answers_for), None)
             state.chain = tuple(self._exempted(link, stopped) for link in state.chain)
             state.set_plugs(state.own_plugs)
             for link in state.chain:
@@ -94,7 +94,7 @@ class RunClock:
         owner = link.owner
         if owner is self._state.guard or owner.clock.is_housekeeping:
             return link
-        if stopped is not None and stopped in owner.lineage:
+        if stopped is not None and stopped in owner.ancestry:
             return Link(owner, link.counters, _LAST_ANSWER, answers=True)
         return Link(owner, link.counters, _HOUSEKEEPING, answers=link.answers)
 
@@ -102,8 +102,8 @@ class RunClock:
         """Count the time of the runs above again: the housekeeping is over."""
         with self._state.tree.step() as now:
             for link in self._state.chain:
-                left = link.counters.housekeeping - (TIME in link.exempt)
-                link.counters.housekeeping = max(left, 0)
+                remaining = link.counters.housekeeping - (TIME in link.exempt)
+                link.counters.housekeeping = max(remaining, 0)
             self._wait(events.HousekeepingEnded, waiting, now, wait=False)
 
     def keeps_house_for(self, guard: object) -> bool:

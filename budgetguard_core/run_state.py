@@ -20,7 +20,7 @@ _NAME_LENGTH = 200
 Notice: TypeAlias = tuple[Any, events.LimitNearlyReached]
 """A warning to be given, and the guard that it is about."""
 WITHDRAWN = Ended(withdrawn=True)
-"""How a call ended that was never made."""
+"""The status of a call that was never made."""
 
 
 class RunState:
@@ -28,7 +28,7 @@ class RunState:
 
     Args:
         guard: The guard.
-        above: The states of the guards that it charges beside itself.
+        outer: The states of the guards that it charges beside itself.
         on_warning: Called with the guard and the event of a warning.
         on_limit: Asked before a cap of the guard stops a step.
 
@@ -50,7 +50,7 @@ class RunState:
     def __init__(
         self,
         guard: Any,
-        above: Iterable[RunState],
+        outer: Iterable[RunState],
         on_warning: Callable[[Any, events.LimitNearlyReached], object] | None,
     ) -> None:
         self.guard = guard
@@ -67,7 +67,7 @@ class RunState:
         detection = None if self.mode is Mode.OFF else guard.budget.loop_detection
         self.detector = None if detection is None else LoopDetector(detection)
         links = {} if self.mode is Mode.OFF else {guard: Link(guard, self.counters)}
-        for one in above:
+        for one in outer:
             for link in one.chain:
                 links.setdefault(link.owner, link)
         self.chain: Chain = tuple(links.values())
@@ -75,7 +75,7 @@ class RunState:
         self._early: list[str] | None = []
         self.set_plugs(())
 
-    def begin(self, own: tuple[Plug, ...], beside: Sequence[str]) -> None:
+    def begin(self, own: tuple[Plug, ...], linked: Sequence[str]) -> None:
         """Set the run's plugs, and record its start; what they found goes into the log after it."""
         guard = self.guard
         self.set_plugs(own)
@@ -90,7 +90,7 @@ class RunState:
                     price_book=self.tree.price_book.version,
                     stop_conditions=len(guard.budget.stop_when),
                     tenant=self.tenant(),
-                    beside=tuple(beside),
+                    linked=tuple(linked),
                 )
             early, self._early = self._early, None
         self.tree.deliver()
@@ -195,10 +195,10 @@ class RunState:
         if self.stops.trip is not None:
             return self.stops.trip
         for link in self.chain:
-            above: Trip | None = link.owner.state.stops.trip
-            if above is not None and (not link.answers or link.owner in objections):
-                self.set_trip(above, now)
-                return above
+            outer: Trip | None = link.owner.state.stops.trip
+            if outer is not None and (not link.answers or link.owner in objections):
+                self.set_trip(outer, now)
+                return outer
         every: list[Violation] = []
         owner = self.guard
         for link in self.chain:
@@ -244,12 +244,12 @@ class RunState:
         """Stop the run where something stands against it, without a step. Takes the lock."""
         if not self.chain:
             return None
-        ask, lineage = self.reserve(None), self.guard.lineage
+        ask, ancestry = self.reserve(None), self.guard.ancestry
         with self.tree.step() as now:
-            before = [(guard.trip, guard.observed_trip) for guard in lineage]
+            before = [(guard.trip, guard.observed_trip) for guard in ancestry]
             found = counters.violations(self.chain, now, counters.BATCH)
             trip = self.ask(ask, objections_of(found), now)
-            if before != [(guard.trip, guard.observed_trip) for guard in lineage]:
+            if before != [(guard.trip, guard.observed_trip) for guard in ancestry]:
                 self.record(events.Checked, now)
         return trip
 

@@ -49,7 +49,13 @@ def whole(
 
 
 def number(
-    what: str, least: float, most: float, end: str, *, above: bool = False, optional: bool = False
+    what: str,
+    least: float,
+    most: float,
+    end: str,
+    *,
+    exclusive: bool = False,
+    optional: bool = False,
 ) -> BeforeValidator:
     """Return a validator of numbers, which are kept as floats; a bool is none."""
 
@@ -58,7 +64,7 @@ def number(
             return optional
         if type(value) not in (int, float) or not least <= value <= most:
             return False
-        return not (above and value == least)
+        return not (exclusive and value == least)
 
     return rule(
         holds,
@@ -129,7 +135,9 @@ Cap: TypeAlias = Annotated[int | None, BeforeValidator(_cap)]
 """A whole number >= 1, or None for no cap."""
 Seconds: TypeAlias = Annotated[
     float,
-    number(_OF_SECONDS.format(">"), 0, _MOST_SECONDS, "Leave it out for the default.", above=True),
+    number(
+        _OF_SECONDS.format(">"), 0, _MOST_SECONDS, "Leave it out for the default.", exclusive=True
+    ),
 ]
 """Seconds > 0."""
 SecondsOrZero: TypeAlias = Annotated[
@@ -137,7 +145,7 @@ SecondsOrZero: TypeAlias = Annotated[
 ]
 """Seconds >= 0."""
 Percentage: TypeAlias = Annotated[
-    float, number("a percentage > 0 and <= 100", 0, 100, "Use 50 for 50 %.", above=True)
+    float, number("a percentage > 0 and <= 100", 0, 100, "Use 50 for 50 %.", exclusive=True)
 ]
 """More than 0 and at most 100."""
 Share: TypeAlias = Annotated[float, _share(optional=False)]
@@ -262,7 +270,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class BulkheadConfig(Settings):
-    """How many calls of the tools that it is for may run at once, together.
+    """The calls of its tools that may run at once, together.
 
     Names and defaults are those of resilience4j's documentation
     (https://resilience4j.readme.io/docs/bulkhead).
@@ -283,7 +291,7 @@ _WindowSize: TypeAlias = Annotated[int, whole(1, 100_000, "Leave it out for 100.
 
 
 class CircuitBreakerConfig(Settings):
-    """When a circuit breaker opens, and how it closes again.
+    """The conditions under which a circuit breaker opens, and closes again.
 
     The defaults are resilience4j's, made for services with many calls a second. An agent calls a
     tool far less often: for one, begin with `sliding_window_size=10, minimum_number_of_calls=5,
@@ -305,12 +313,12 @@ class CircuitBreakerConfig(Settings):
     wait_duration_in_open_state: Seconds = 60.0
     """Seconds that the breaker stays open before it lets trial calls through."""
     record_exceptions: ExceptionNames = ()
-    """What is a failure, by type or name pattern: subclasses are too. Empty: everything that was
+    """Failures, by type or name pattern: subclasses are too. Empty: everything that was
     raised. Whatever else is raised counts as a success."""
     ignore_exceptions: ExceptionNames = ()
-    """What is neither a failure nor a success, even where `record_exceptions` has it too."""
+    """Neither failures nor successes, even where `record_exceptions` has them too."""
     record_result: Callable[[Any], bool] | None = Field(default=None, exclude=True)
-    """Whether a result that was returned is a failure. It is code and is in no snapshot."""
+    """Judges whether a result that was returned is a failure. It is code and is in no snapshot."""
     stop_after_open_rounds: Count = 3
     """Rounds in a row in which every tool call was turned away by an open breaker, after which the
     run is stopped with `circuit_open`. Not a field of resilience4j: services have no rounds."""
@@ -355,7 +363,7 @@ _Rate: TypeAlias = Annotated[
 
 
 class RateLimit(Settings):
-    """How often the tools that it is for may be called, together."""
+    """The calls of its tools that are permitted in a period, together."""
 
     rate: _Rate
     """Calls per second in the long run; a token comes back every 1/rate seconds."""
@@ -366,7 +374,7 @@ class RateLimit(Settings):
 
 
 class VelocityLimits(Settings):
-    """How fast a run may go: the most in any 60 seconds.
+    """The speed of a run: the most in any 60 seconds.
 
     A call counts when it starts, with what is reserved for it, and is corrected when it ends. The
     call that reaches a ceiling is the last: the next one is not admitted and the run is stopped.
@@ -387,7 +395,7 @@ _Rows: TypeAlias = Annotated[int, whole(2, 10**6)]
 
 
 class ProgressReports(Settings):
-    """When the model is asked how far it is, and what is a standstill.
+    """The moments at which the model is asked how far it is, and the definition of a standstill.
 
     At a standstill the model is corrected first. The run is stopped with `stalled` when its next
     report shows no change, or does not come. It is the planner who reports: a sub-agent is asked
@@ -442,7 +450,7 @@ _Alpha: TypeAlias = Annotated[
 
 
 class ToolMixBaseline(Settings):
-    """How often runs of this kind call their tools; recorded, kept as JSON."""
+    """The frequencies with which runs of this kind call their tools; recorded, kept as JSON."""
 
     format_version: Literal[1] = 1
     """The form of this record."""
@@ -469,16 +477,16 @@ class ToolMixBaseline(Settings):
 
 
 class ToolMix(Settings):
-    """When a run's tools are so unlike the baseline's that somebody should look.
+    """The difference from the baseline's tools at which somebody should look at a run.
 
     The run is looked at when it has made `minimum_number_of_calls` tool calls, and each time that
     number has doubled.
     """
 
     baseline: ToolMixBaseline
-    """What is usual."""
+    """The usual tools."""
     alpha: _Alpha = 0.001
-    """How improbable the mix must be, from 0 to 1: the share of usual runs that would be reported
+    """The improbability of the mix, from 0 to 1: the share of usual runs that would be reported
     at each look."""
     minimum_number_of_calls: Count = 20
     """Tool calls before the first look."""

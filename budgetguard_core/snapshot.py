@@ -41,9 +41,9 @@ class OpenCall(BaseModel):
     reserved_input: NonNegativeInt = 0
     """Those of the tokens that are of its prompt."""
     occurrence: NonNegativeInt = 0
-    """How many tool calls with this id, name and arguments came before it."""
+    """The number of tool calls with this id, name and arguments that came before it."""
     expected: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
-    """What of its reservation is a guess at the completion: tokens, and money likewise."""
+    """The part of its reservation that is a guess at the completion: tokens, and money likewise."""
 
     @classmethod
     def of(cls, ticket: Admit) -> Self:
@@ -76,12 +76,12 @@ class Snapshot(BaseModel):
     parent_run_id: str | None = None
     """The run that it is a part of, or None."""
     mode: _Mode = "enforce"
-    """What the run's guard does with its limits."""
+    """The mode of the run's guard."""
     budget: dict[str, Any] | None = None
     """The caps, as `Budget.to_json` writes them; None where they are not known, so that the run
     needs a fresh budget to go on."""
     stop_conditions: int = 0
-    """How many conditions of the user's own the budget had. They are code and not in here."""
+    """The number of the user's own conditions in the budget. They are code and not in here."""
     tenant: tuple[str, ...] = ()
     """Whom the run was charged to in a ledger. The ledger is a connection and not in here."""
     counters: dict[str, NonNegativeInt]
@@ -91,13 +91,13 @@ class Snapshot(BaseModel):
     tool_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Tool bodies that were started, by name (the first 1,024 names)."""
     records: tuple[tuple[str | None, str, str], ...]
-    """What became of the last 256 tool calls that ended: id, name, status."""
+    """The last 256 tool calls that ended: id, name, status."""
     completed_tool_calls: NonNegativeInt | None = None
     """Tool calls of the run itself that were completed; None where only `records` tell."""
     elapsed_ns: NonNegativeInt | None = None
     """Nanoseconds of run time, pauses excluded; None before the first admission."""
     pauses: NonNegativeInt = 0
-    """How many runs on this guard waited for a person."""
+    """The number of runs on this guard that waited for a person."""
     trip: Trip | None = None
     """Why the run was stopped, or None."""
     observed: Trip | None = None
@@ -109,17 +109,17 @@ class Snapshot(BaseModel):
     warned: tuple[str, ...] = ()
     """The dimensions that have reached their warning share, in order."""
     wraps_up: bool = True
-    """Whether the model may still be asked to finish (`wrap_up_at`)."""
+    """True if the model may still be asked to finish (`wrap_up_at`)."""
     detector: dict[str, Any] | None = None
-    """What the loop detector knows, as fingerprints; None where it is turned off."""
+    """The state of the loop detector, as fingerprints; None where it is turned off."""
     occurrences: dict[str, Any] | None = None
-    """How often tool calls with the same id, name and arguments were made, by digest."""
+    """The number of tool calls with the same id, name and arguments, by digest."""
     largest_output: NonNegativeInt = 0
     """Tokens of the largest completion."""
     open_calls: tuple[OpenCall, ...] = ()
     """The calls that were in flight."""
     earlier: Usage = Field(default_factory=Usage)
-    """What earlier attempts used, where the run was resumed under a fresh budget."""
+    """The usage of earlier attempts, where the run was resumed under a fresh budget."""
     seq: NonNegativeInt = 0
     """The number of the last event of its tree of guards."""
     call_id: NonNegativeInt = 0

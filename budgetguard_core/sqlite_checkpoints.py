@@ -141,7 +141,7 @@ class SqliteStore:
             )
             db.executemany(
                 "INSERT INTO budgetguard_messages VALUES (?, ?, ?)",
-                ((run_id, place, message) for place, message in enumerate(messages, start)),
+                ((run_id, index, message) for index, message in enumerate(messages, start)),
             )
             db.execute(
                 "INSERT OR REPLACE INTO budgetguard_runs VALUES (?, ?, ?, ?, ?)",
@@ -155,7 +155,7 @@ class SqliteStore:
         import sqlite3
 
         try:
-            with self._in_memory() if self._is_memory else self._opened() as db:
+            with self._in_memory() if self._is_memory else self._connected() as db:
                 db.execute("BEGIN IMMEDIATE")
                 try:
                     for table in _SCHEMA:
@@ -184,9 +184,9 @@ class SqliteStore:
             yield self._memory
 
     @contextmanager
-    def _opened(self) -> Generator[sqlite3.Connection]:
+    def _connected(self) -> Generator[sqlite3.Connection]:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = FileLock(_beside(self._path, ".lock"), mode=0o600, thread_local=False)
+        lock = FileLock(_sidecar(self._path, ".lock"), mode=0o600, thread_local=False)
         with lock.acquire(timeout=_BUSY_SECONDS, poll_interval=_POLL_SECONDS):
             self._path.touch(mode=0o600)
             _make_private(self._path)
@@ -237,13 +237,13 @@ def _shared(db: sqlite3.Connection, run_id: str, messages: list[str]) -> int:
     return shared
 
 
-def _beside(path: Path, ending: str) -> Path:
+def _sidecar(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
 def _make_private(path: Path) -> None:
     """Take the rights of others away; LangGraph's saver may have made the file with them."""
-    for file in (path, *(_beside(path, ending) for ending in ("-wal", "-shm"))):
+    for file in (path, *(_sidecar(path, ending) for ending in ("-wal", "-shm"))):
         with suppress(OSError):
             mode = file.stat().st_mode
             if mode & 0o077:

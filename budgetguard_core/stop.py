@@ -44,7 +44,7 @@ class StopReason(StrEnum):
     FRAMEWORK_LIMIT = "framework_limit"
 
 
-PRECEDENCE: dict[StopReason, int] = {reason: place for place, reason in enumerate(StopReason)}
+PRECEDENCE: dict[StopReason, int] = {reason: position for position, reason in enumerate(StopReason)}
 
 
 class Violation(BaseModel):
@@ -57,7 +57,7 @@ class Violation(BaseModel):
     limit: int | float | Decimal | None = None
     """The cap, in the unit of its name; None where the reason has no number."""
     used: int | float | Decimal | None = None
-    """What was used when the step was refused, in the same unit."""
+    """The amount used when the step was refused, in the same unit."""
     detail: str = ""
     """One sentence for people. It is never shown to the model."""
 

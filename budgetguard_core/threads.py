@@ -108,7 +108,7 @@ class Instrumentation:
         self._blocks = weakref.WeakSet[Block]()
         self._wraps: dict[tuple[type, str], tuple[Any, Any]] = {}
 
-    def opened(self) -> Block:
+    def open_block(self) -> Block:
         """Open a block; the first installs the wraps."""
         block = Block()
         with self._lock:

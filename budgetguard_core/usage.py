@@ -121,7 +121,7 @@ _HUNDREDTHS: Final = (
     (bytes(range(0xE0, 0xF0)), 90),
     (bytes(range(0xF0, 0x100)), 200),
 )
-"""What a byte adds, in hundredths of a token, by the kind of text that it is a part of.
+"""Hundredths of a token that a byte adds, by the kind of text that it is a part of.
 
 Other scripts are told by the first byte of a character. Fitted to o200k, the encoding of OpenAI's
 models since GPT-4o: English prose, Markdown, Python and JSON come out at 1.0 to 1.26 times their

@@ -68,8 +68,8 @@ _ledger = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"budgetguard {version('budgetguard')}")
         raise typer.Exit
 

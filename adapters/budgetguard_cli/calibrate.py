@@ -38,7 +38,7 @@ class Measured:
     unfinished: int = 0
     """Runs whose log breaks off: they go on, or their process was killed."""
     figures: dict[str, list[Figure]] = field(default_factory=dict[str, list[Figure]])
-    """What each healthy run used, by dimension."""
+    """The usage of each healthy run, by dimension."""
     budget: Budget | None = None
     """The budget of the last run."""
     estimated: int = 0
@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def usable(self) -> int:
-        """How many runs the figures are of."""
+        """The number of runs behind the figures."""
         return len(self.figures.get("max_model_calls", ()))
 
     @property

@@ -50,7 +50,7 @@ class Counted:
         self._new = partial(Replay, budget, price_book=prices, sinks=sinks)
         self._replay: Replay | None = self._new()
         self._final = Usage()
-        self._unreported = 0
+        self._without_usage = 0
         self._before = self._began = Amounts()
 
     def apply(self, event: Event, *, is_root: bool) -> None:
@@ -72,7 +72,7 @@ class Counted:
             self.trip = root.trip
         if root is not None and (self.trip or (is_root and isinstance(event, events.RunEnded))):
             # Guards of thousands of runs take memory.
-            self._final, self._unreported, self._replay = root.usage, _model_calls(root), None
+            self._final, self._without_usage, self._replay = root.usage, _model_calls(root), None
 
     @property
     def usage(self) -> Usage:
@@ -81,10 +81,10 @@ class Counted:
         return self._final if root is None else root.usage
 
     @property
-    def unreported_calls(self) -> int:
+    def calls_without_usage(self) -> int:
         """Model calls that never reported back; what they used is in no figure."""
         root = None if self._replay is None else self._replay.root
-        return self._unreported if root is None else _model_calls(root)
+        return self._without_usage if root is None else _model_calls(root)
 
     @property
     def amounts(self) -> Amounts:

@@ -76,11 +76,11 @@ class StickyAnswers(Answers):
 
     def next(self) -> Turn:
         """Take the next answer; after 200 calls it is a text."""
-        asked = len(json.dumps(CALL))
+        requested = len(json.dumps(CALL))
         self.usage = TokenUsage(
-            self._size // _CHARACTERS_PER_TOKEN + 1, asked // _CHARACTERS_PER_TOKEN
+            self._size // _CHARACTERS_PER_TOKEN + 1, requested // _CHARACTERS_PER_TOKEN
         )
-        self._size += asked
+        self._size += requested
         if self.calls >= _MOST_CALLS:
             self.answers = ["I give up: nobody stopped me."]
         return super().next()
@@ -127,9 +127,9 @@ class Shown:
     failed: str = ""
     """Why it did not show what it has to show."""
     by_morning: Decimal | None = None
-    """What the first would have cost had nobody stopped it."""
+    """The cost of the first, had nobody stopped it."""
     details: list[str] = field(default_factory=list[str])
-    """What was seen on the way, line by line."""
+    """The observations on the way, line by line."""
 
 
 def demo(
@@ -159,8 +159,8 @@ def demo(
     shown = run_agents([agent for agent in chosen if agent.is_installed()], quick=quick)
     if as_json:
         for one in shown:
-            told = {"framework": one.agent.name, "calls": one.calls, "failed": one.failed or None}
-            write_json({**told, "spent_usd": one.spent, "by_morning_usd": one.by_morning})
+            report = {"framework": one.agent.name, "calls": one.calls, "failed": one.failed or None}
+            write_json({**report, "spent_usd": one.spent, "by_morning_usd": one.by_morning})
     else:
         _print(shown, [agent.title for agent in chosen if not agent.is_installed()])
     if not shown or any(one.failed for one in shown):
@@ -240,8 +240,8 @@ def until_morning(calls: Sequence[TokenUsage], prices: PriceBook) -> Decimal | N
     output = sum(call.output_tokens for call in calls) // len(calls)
     most = (rates.context_window or _WINDOW) - output
     prompts = (
-        min(calls[0].input_tokens + place * growth, most)
-        for place in range(HOURS * 60 * CALLS_PER_MINUTE)
+        min(calls[0].input_tokens + number * growth, most)
+        for number in range(HOURS * 60 * CALLS_PER_MINUTE)
     )
     return to_usd(sum(rates.cost(TokenUsage(prompt, output)) for prompt in prompts))
 

@@ -43,13 +43,13 @@ class Entry:
     extra: str = ""
     """The extra of ours that brings it, with its range of releases."""
     gaps: Sequence[str] = ()
-    """What the adapter does not cover there."""
+    """The gaps of the adapter there."""
     run_gaps: Sequence[str] = ()
     """The same, of `budgetguard run` alone."""
     why: str = ""
     """Why it is not covered; empty where it is."""
     instead: str = ""
-    """What to use then."""
+    """The advice."""
 
     @property
     def installed(self) -> str | None:
@@ -139,7 +139,7 @@ def doctor(
 
 def packages(entries: Sequence[Entry], source: Source | None) -> Iterator[Finding]:
     """Look at frameworks and clients: those that a script uses, or all that are installed."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for one in entries:
         if one.why or (one.installed is None if source is None else not _uses(source, one)):
             continue
@@ -157,9 +157,9 @@ def packages(entries: Sequence[Entry], source: Source | None) -> Iterator[Findin
         yield Finding(status, kind, one.distribution, f"{detail}.", version)
         for kind, gaps in (("way", one.gaps), ("run", one.run_gaps)):
             yield from (
-                Finding("note", kind, one.module, f"{gap}.") for gap in gaps if gap not in told
+                Finding("note", kind, one.module, f"{gap}.") for gap in gaps if gap not in reported
             )
-            told.update(gaps)
+            reported.update(gaps)
 
 
 def _ways(entries: Sequence[Entry], source: Source) -> Iterator[Finding]:
@@ -231,12 +231,12 @@ def _reached(url: str | None) -> Iterator[Finding]:
         return
     shown = url.partition("://")[0]
     try:
-        with Ledger(url, timeout=5.0) as opened:
-            if (file := missing_file(opened)) is not None:
+        with Ledger(url, timeout=5.0) as found_ledger:
+            if (file := missing_file(found_ledger)) is not None:
                 raise ConfigurationError(
                     f"there is no file {file}. Make it with `budgetguard ledger set`."
                 )
-            opened.now()
+            found_ledger.now()
     except BudgetGuardError as error:
         yield Finding("problem", "ledger", shown, str(error))
     else:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from budgetguard_cli.options import AsJson, LedgerUrl, dollars, opened_ledger
+from budgetguard_cli.options import AsJson, LedgerUrl, dollars, open_ledger
 from budgetguard_cli.runs import read_runs
 from budgetguard_cli.screen import answer, cell, only, printable, refuse, say, table, write_json
 from budgetguard_cli.show import log_folder, logs_of
@@ -35,7 +35,7 @@ def show(
 
     Example: budgetguard ledger show --ledger sqlite:///ledger.sqlite3
     """
-    with opened_ledger(url) as ledger:
+    with open_ledger(url) as ledger:
         rows = [row for row in ledger.windows() if tenant in (None, row.key)]
         latest = {(row.key, row.window[0]): row for row in rows}  # in the order of their labels
         rows = rows if past else [row for row in rows if row in latest.values()]
@@ -53,10 +53,10 @@ def show(
                 _share(row),
             )
         say(found)
-        told = {at: (row.ceiling_usd, row.ceiling_tokens) for at, row in latest.items()}
+        shown = {at: (row.ceiling_usd, row.ceiling_tokens) for at, row in latest.items()}
         for key, stored in sorted(ledger.ceilings().items()):
             holds = {(key, kind): _figures(stored.get(kind)) for kind in "dm"}
-            if tenant in (None, key) and not holds.items() <= told.items():
+            if tenant in (None, key) and not holds.items() <= shown.items():
                 say(_stored(key, stored))
         say(f"ledger {ledger.id} at {ledger.url}, {_instant(ledger.now())}")
         say(*(f"killed: {one.detail}" for one in ledger.kills()))
@@ -94,7 +94,7 @@ def set_ceilings(
     }
     if clear == any(text is not None for text in given.values()):
         refuse("ledger set needs ceilings or --clear, got neither or both. Use --daily-usd 20.")
-    with opened_ledger(url, may_be_new=True) as ledger:
+    with open_ledger(url, may_be_new=True) as ledger:
         if clear:
             ledger.clear_ceilings(tenant)
         else:
@@ -134,7 +134,7 @@ def reconcile(
     """
     if (usd is not None or tokens is not None) != (hold is not None):
         refuse("--hold needs --usd or --tokens, and they need --hold, got one without the other.")
-    with opened_ledger(url) as ledger:
+    with open_ledger(url) as ledger:
         waiting = [one for one in ledger.expired_holds() if hold in (None, one.id)]
         if hold is not None and not waiting:
             refuse(
@@ -143,9 +143,9 @@ def reconcile(
             )
         results: list[tuple[HoldRecord, Amount | None, str]] = []
         for one in waiting:
-            charged, said = None, "to be settled"
+            charged, status = None, "to be settled"
             if hold is not None and ledger.now() < one.expires + TTL_SECONDS:
-                said = "its process may be alive: wait"
+                status = "its process may be alive: wait"
             elif hold is not None or full:
                 amount = to_amount(
                     to_dollars(one.charge.usd) if usd is None else usd,
@@ -153,17 +153,17 @@ def reconcile(
                     *one.charge[2:],
                 )
                 charged = ledger.settle_hold(one, None if hold is None else amount)
-                said = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
-            results.append((one, charged, said))
+                status = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
+            results.append((one, charged, status))
     columns = ("reservation", "run or process", "tenant", "charged", "reported", "made", "result")
     rows = table(*columns)
-    for one, _, said in results:
+    for one, _, status in results:
         rows.add_row(
             *map(cell, (one.id, one.owner, ", ".join(dict(one.windows)))),
             _both(to_dollars(one.charge.usd), one.charge.tokens),
             _both(to_dollars(one.spent.usd), one.spent.tokens),
             _instant(one.made),
-            said,
+            status,
         )
     records = (_record(*one) for one in results)
     answer(as_json, records, rows if results else "nothing is to be reconciled")
@@ -178,7 +178,7 @@ def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
 
     Example: budgetguard ledger adopt --ledger redis://10.0.0.5:6379/0
     """
-    with opened_ledger(url) as ledger:
+    with open_ledger(url) as ledger:
         record = {"ledger": ledger.adopt(), "url": ledger.url}
     answer(as_json, [record], f"adopted: ledger {record['ledger']} at {record['url']}")
 
@@ -190,10 +190,10 @@ def check(url: LedgerUrl = None, as_json: AsJson = False) -> None:
 
     Example: budgetguard ledger check --ledger sqlite:///ledger.sqlite3
     """
-    with opened_ledger(url) as ledger:
+    with open_ledger(url) as ledger:
         wrong = ledger.check()
-    said = wrong or ["every window equals the sum of its reservations"]
-    answer(as_json, ({"problem": line} for line in wrong), *said)
+    status = wrong or ["every window equals the sum of its reservations"]
+    answer(as_json, ({"problem": line} for line in wrong), *status)
     if wrong:
         raise typer.Exit(1)
 
@@ -217,7 +217,7 @@ def kill(
     Example: budgetguard kill --tenant acme --why "spends without end"
     """
     _one_of(tenant, run, everything)
-    with opened_ledger(url) as ledger:
+    with open_ledger(url) as ledger:
         who, run = who or _user(), _whole_id(run)
         done = ledger.kill(tenant=tenant, run=run, everything=everything, who=who, why=why)
         answer(as_json, [done._asdict()], done.detail)
@@ -238,17 +238,17 @@ def revive(
     Example: budgetguard revive --tenant acme
     """
     _one_of(tenant, run, everything)
-    with opened_ledger(url) as ledger:
+    with open_ledger(url) as ledger:
         before = {kill.flag: kill for kill in ledger.kills()}
         if run is not None:
             run = only(run, (flag[2:] for flag in before if flag.startswith("r:"))) or run
         ledger.revive(tenant=tenant, run=run, everything=everything)
         left = ledger.kills()
     revived = [kill for flag, kill in before.items() if flag not in {one.flag for one in left}]
-    said = [f"revived: {kill.detail}" for kill in revived]
-    said = said or ["nothing was revived: no such kill switch was set"]
-    said += [f"still killed: {kill.detail}" for kill in left]
-    answer(as_json, (kill._asdict() for kill in revived), *said)
+    status = [f"revived: {kill.detail}" for kill in revived]
+    status = status or ["nothing was revived: no such kill switch was set"]
+    status += [f"still killed: {kill.detail}" for kill in left]
+    answer(as_json, (kill._asdict() for kill in revived), *status)
 
 
 def _record(one: HoldRecord, settled: Amount | None, result: str) -> dict[str, object]:
@@ -275,8 +275,8 @@ def _plain(stored: Mapping[str, Amount]) -> dict[str, Decimal | int | None]:
 
 def _stored(key: str, stored: Mapping[str, Amount]) -> str:
     day, month = (_ceilings(*_figures(stored.get(kind))) for kind in "dm")
-    said = f"a day {day}, a month {month}" if stored else "none of its own"
-    return f"ceilings of {printable(key) if key else 'the default'}: {said}"
+    status = f"a day {day}, a month {month}" if stored else "none of its own"
+    return f"ceilings of {printable(key) if key else 'the default'}: {status}"
 
 
 def _figures(ceiling: Amount | None) -> tuple[Decimal | None, int | None]:

@@ -22,7 +22,7 @@ _GZIP = b"\x1f\x8b"
 _MOST_SHOWN = 20
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 # One line is one document; its only line is not the file's.
-_PLACE_IN_JSON = re.compile(r"at line \d+ column (\d+)")
+_POSITION_IN_JSON = re.compile(r"at line \d+ column (\d+)")
 
 
 class Line(NamedTuple):
@@ -138,9 +138,9 @@ def reason(error: ValidationError) -> str:
     if problem["type"] == "union_tag_invalid":
         event = str(problem.get("ctx", {}).get("tag"))[:80]
         return f"this release knows no event {event!r}. Read it with the one that wrote it."
-    place = ".".join(str(part) for part in problem["loc"])[:200]
-    message = _PLACE_IN_JSON.sub(r"at character \1", problem["msg"])
-    return f"{place}: {message}." if place else f"{message}."
+    location = ".".join(str(part) for part in problem["loc"])[:200]
+    message = _POSITION_IN_JSON.sub(r"at character \1", problem["msg"])
+    return f"{location}: {message}." if location else f"{message}."
 
 
 def _refuse(file: str, reason: str | None) -> NoReturn:

@@ -129,7 +129,7 @@ def budgeted(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def opened_ledger(url: str | None, *, may_be_new: bool = False) -> Generator[Ledger]:
+def open_ledger(url: str | None, *, may_be_new: bool = False) -> Generator[Ledger]:
     """Open the ledger of a command, which ends with 2 and one sentence on what is wrong.
 
     One that `may_be_new` is made where there is none. Else a wrong path would be an empty ledger,

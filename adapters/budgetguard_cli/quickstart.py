@@ -45,8 +45,8 @@ def quickstart(
     text = text_of(framework)
     needs, install = NEEDS[framework]
     if find_spec(needs) is None:
-        said = f"this agent needs {needs}, not installed here: pip install {install}"
-        typer.echo(f"budgetguard: {said}", err=True)
+        message = f"this agent needs {needs}, not installed here: pip install {install}"
+        typer.echo(f"budgetguard: {message}", err=True)
     written = {"framework": framework, "file": output, "text": text}
     if output is None:
         write_json(written) if as_json else typer.echo(text, nl=False)

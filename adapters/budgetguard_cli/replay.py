@@ -139,9 +139,9 @@ def _notes(runs: Sequence[Run], recorded: Amounts, problems: int) -> Iterator[st
             f"{recorded['unpriced_calls']:,} {of} have neither a recorded cost nor a known price. "
             "They are not in the dollars."
         )
-    unreported = sum(run.recorded.unreported_calls for run in runs)
-    if unreported:
-        yield f"{counted(unreported, 'model call')} never reported back, and in no figure."
+    without_usage = sum(run.recorded.calls_without_usage for run in runs)
+    if without_usage:
+        yield f"{counted(without_usage, 'model call')} never reported back, and in no figure."
     if problems:
         yield f"{counted(problems, 'line')} not read."
 

@@ -17,7 +17,7 @@ from budgetguard_core import Budget, BudgetGuardError, PriceBook, Trip, Usage, e
 from budgetguard_core.kit import Event
 
 SPENT_ON_ANSWERS = "(answers)"
-"""What model calls cost whose reply asked for no tool."""
+"""The cost of model calls whose reply requested no tool."""
 _MOST_POINTS = 240
 _UNNAMED = "unnamed model"
 Begins: TypeAlias = events.RunStarted | events.RunRestored
@@ -61,20 +61,20 @@ class Node:
     trip: Trip | None = None
     observed: Trip | None = None
     status: str | None = None
-    """How it ended; None while it goes on, or where its process was killed."""
+    """The ending; None while it goes on, or where its process was killed."""
     stop_reason: str | None = None
     error: str | None = None
     finalized: bool = False
     """The model gave a last answer, from the reserve."""
     housekeeping: str | None = None
-    """What it is, where it is no agent's run: `last answer`, or `housekeeping`."""
+    """The kind, where it is no agent's run: `last answer`, or `housekeeping`."""
     delayed: int = 0
     """Calls that a rate limit let wait."""
     next_step: str | None = None
     may_have_taken_effect: tuple[str, ...] = ()
     usage: Usage | None = None
     earlier: list[str] = field(default_factory=list[str])
-    """How attempts ended that were resumed, such as `terminated, max_iterations`."""
+    """The endings of attempts that were resumed, such as `terminated, max_iterations`."""
     children: list[Node] = field(default_factory=list["Node"])
     last_cost: Decimal = Decimal(0)
     """The cost of the last answer, until it is known what it asked for."""
@@ -86,7 +86,7 @@ class Node:
 
     @property
     def ending(self) -> str:
-        """How it ended, in a few words."""
+        """The ending in a few words."""
         if self.status is None:
             return "not ended"
         why = self.stop_reason if self.status == "terminated" else self.error
@@ -124,7 +124,7 @@ class Cap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """How much of each cap was used at one time."""
+    """The usage of each cap at one time."""
 
     seconds: float
     shares: dict[str, float]
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it took from the first event to the last, pauses included."""
+        """The time from the first event to the last, pauses included."""
         return (self.last_ns - self.started_ns) / 1_000_000_000
 
     def take(self, event: Event) -> str | None:

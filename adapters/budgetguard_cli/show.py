@@ -69,23 +69,23 @@ def show(
     be read, and with 2 when there is no such log or run, or several begin with the letters given.
     """
     folder = log_folder()
-    place = log or folder
-    if place is None:
+    position = log or folder
+    if position is None:
         refuse("nothing to show. Name a log or a run, or set BUDGETGUARD_LOG.")
-    logs = [place]
+    logs = [position]
     if folder is not None and log is not None and not is_there(log):
-        run, place = run or place, folder
+        run, position = run or position, folder
         logs = logs_of(run) or [folder]
     found, problems = read_runs(logs)
     if run is not None:
         of_id = {id_: one for one in found for id_ in one.nodes}
         id_ = only(run, of_id)
         if id_ is None:
-            where = f"is not in {printable(place)}. Leave it out for a list."
+            where = f"is not in {printable(position)}. Leave it out for a list."
             refuse(f"run {printable(run)[:80]!r} {where}")
         found = [of_id[id_]]
     if not found:
-        refuse(f"{printable(place)} holds no run. Name an event log of BudgetGuard's.")
+        refuse(f"{printable(position)} holds no run. Name an event log of BudgetGuard's.")
     if run is None and (len(found) > 1 or log is None):
         _list(found, as_json)
     elif as_json:
@@ -123,8 +123,8 @@ def _list(found: Sequence[Run], as_json: bool) -> None:
             id_ = id_[:enough]
         rows.add_row(started, *map(cell, (id_, *cells)))
     more = f", the newest {_MOST_LISTED}" if len(found) > _MOST_LISTED else ""
-    said = f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id."
-    answer(as_json, map(plain, newest), rows, said)
+    shown = f"{counted(len(found), 'run')}{more}. Show one by the beginning of its id."
+    answer(as_json, map(plain, newest), rows, shown)
 
 
 def row(run: Run) -> list[str]:

@@ -18,7 +18,7 @@ class Source:
     """A script, and the modules beside it that it imports."""
 
     modules: set[str] = field(default_factory=set[str])
-    """What is imported, by full name."""
+    """The imports, by full name."""
     models: set[str] = field(default_factory=set[str])
     """Names of models, as far as they stand in the text."""
     texts: set[str] = field(default_factory=set[str])
@@ -47,10 +47,10 @@ def read_source(script: Path) -> Source:
             continue
         _names(tree, source)
         for name in _imports(tree):
-            own = list(_beside(script.resolve().parent, name))
+            own = list(_modules_in(script.resolve().parent, name))
             waiting += own
             # What lies beside the script takes the place of a package of that name.
-            if not own and not list(_beside(script.resolve().parent, name.partition(".")[0])):
+            if not own and not list(_modules_in(script.resolve().parent, name.partition(".")[0])):
                 source.modules.add(name)
     return source
 
@@ -104,7 +104,7 @@ def _take_model(name: str, model: object, source: Source) -> None:
         source.models.add(str(model))
 
 
-def _beside(folder: Path, module: str) -> Iterator[Path]:
+def _modules_in(folder: Path, module: str) -> Iterator[Path]:
     path = folder.joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():

@@ -111,7 +111,7 @@ class _Logs:
 
     paths: Sequence[Path]
     tails: dict[Path, _Tail] = field(default_factory=lambda: dict[Path, _Tail]())
-    told: Runs = field(default_factory=lambda: Runs())
+    known: Runs = field(default_factory=lambda: Runs())
     now_ns: int = 0
 
     def look(self) -> None:
@@ -119,14 +119,14 @@ class _Logs:
         for path in self.paths:
             for log in sorted(path.glob("*.jsonl"), key=by_attempt) if path.is_dir() else [path]:
                 if log not in self.tails:
-                    self.tails[log] = _Tail(log, self.told)
+                    self.tails[log] = _Tail(log, self.known)
         for tail in self.tails.values():
             tail.read()
 
     def shown(self) -> list[Run]:
         """Return the runs that go on, the longest first, then those that have ended."""
         return sorted(
-            self.told.roots,
+            self.known.roots,
             key=lambda run: (0, run.started_ns) if _goes_on(run) else (1, -run.last_ns),
         )
 

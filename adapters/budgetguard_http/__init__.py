@@ -8,10 +8,10 @@ from importlib.util import find_spec
 
 from budgetguard_core.kit import PROGRESS_TOOL, current_guard, outcome, report_progress, required
 from budgetguard_http._policy import is_provider
-from budgetguard_http._refusal import RunStopped
+from budgetguard_http._refusal import CallRefused
 from budgetguard_http.ambient import bounded_clients, install, is_installed, uninstall
 from budgetguard_http.audit import uncovered_hosts
-from budgetguard_http.bedrock import BudgetHooks
+from budgetguard_http.bedrock import BedrockHooks
 from budgetguard_http.transport import AsyncBudgetTransport, BudgetTransport
 
 with required("httpx or httpx2", module="httpx", extra="http"):
@@ -21,9 +21,9 @@ with required("httpx or httpx2", module="httpx", extra="http"):
 __all__ = [
     "PROGRESS_TOOL",
     "AsyncBudgetTransport",
-    "BudgetHooks",
+    "BedrockHooks",
     "BudgetTransport",
-    "RunStopped",
+    "CallRefused",
     "bounded_clients",
     "current_guard",
     "install",

@@ -119,17 +119,17 @@ class Traffic:
             for call in answer.calls:
                 if call.kind == "function" and call.name != PROGRESS_TOOL.name:
                     call.kind = "reported"
-            for opened in run.batch(answer.calls):
-                if run.start(opened) is None and opened.call.kind == "reported":
-                    conversation.pending.append(opened)
+            for open_call in run.batch(answer.calls):
+                if run.start(open_call) is None and open_call.call.kind == "reported":
+                    conversation.pending.append(open_call)
                 else:
-                    run.finished(opened, "given")
-        said = "".join(answer.said).strip()
+                    run.finished(open_call, "given")
+        shown = "".join(answer.shown).strip()
         is_busy = conversation.is_busy = bool(conversation.pending)
         conversation.length = length
         marks = {answer.id, *(call.id or call.name for call in answer.calls)}
-        conversation.marks = frozenset(marks if is_busy else {*marks, said})
-        conversation.final = conversation.last_reply = None if is_busy else said or None
+        conversation.marks = frozenset(marks if is_busy else {*marks, shown})
+        conversation.final = conversation.last_reply = None if is_busy else shown or None
         self._latest = conversation
         with self._lock:
             self._keep(conversation)
@@ -184,7 +184,7 @@ class Traffic:
         trip = self._run.stopped_by or self._trip
         return {"messages": messages, "final": final, "trip": trip}
 
-    def unsent_input(self) -> list[Any]:
+    def pending_input(self) -> list[Any]:
         """Return what the provider lacks of the conversation that was heard of last."""
         return [] if self._latest is None else [*self._latest.not_sent]
 

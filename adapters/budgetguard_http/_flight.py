@@ -33,7 +33,7 @@ class Flight:
         self._extensions: dict[str, Any] = {}
         self._is_over = False
         self._watch = Watch(run, self._cut, blocking=True)
-        self.left = self._watch.left
+        self.rest = self._watch.rest
 
     @property
     def trip(self) -> Trip | None:

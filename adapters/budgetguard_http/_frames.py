@@ -21,7 +21,7 @@ _UNNAMED: Final = frozenset({"", "text/plain", "application/octet-stream"})
 
 
 class Frames:
-    """How the events of one stream are written; as it stands, as `converse_stream` has them.
+    """The framing of one stream's events; by default that of `converse_stream`.
 
     That is one record with the event's name as its only key.
     """
@@ -176,10 +176,10 @@ def frames_at(path: str) -> tuple[Frames, str]:
     return ServerSentEvents(), "text/event-stream"
 
 
-def frames_of(content_type: str, path: str, *, is_asked_for: bool) -> Frames | None:
+def frames_of(content_type: str, path: str, *, is_requested: bool) -> Frames | None:
     """Return how a stream is written, even if its server calls it nothing; None: no stream."""
     kind = content_type.partition(";")[0].strip()
     frames, own = frames_at(path)
-    if kind == own or (is_asked_for and kind in _UNNAMED):
+    if kind == own or (is_requested and kind in _UNNAMED):
         return frames
     return ServerSentEvents() if kind == "text/event-stream" else None

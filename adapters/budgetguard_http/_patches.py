@@ -29,7 +29,7 @@ class Patches:
         self._undo: list[Callable[[], object]] = []
 
     @property
-    def are_in_place(self) -> bool:
+    def are_installed(self) -> bool:
         """True if somebody holds them."""
         return self._holders > 0
 

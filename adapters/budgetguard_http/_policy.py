@@ -74,7 +74,7 @@ def plain_host(host: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How the seam treats what the table of formats does not tell.
+    """Settings of the seam for what the table of formats leaves open.
 
     Args:
         on_unknown: What is done with a request to a provider that is not understood and bills a

@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 from budgetguard_core import Trip
 from budgetguard_core.kit import Run, synthetic_metadata, synthetic_text
 from budgetguard_http._frames import frames_at
-from budgetguard_http._posted import Posted
+from budgetguard_http._payload import Payload
 
 REFUSED: Final = "budgetguard_refused"
 """The extension of an answer that no server has made."""
 _UNKNOWN: Final = "This request was not sent: what it costs is not known here."
-_UNSENT: Final = (
+_PENDING: Final = (
     "The provider still waits for the results of this request: send unsent_input() before anything "
     "else."
 )
@@ -30,7 +30,7 @@ class Made(NamedTuple):
     content: bytes
 
 
-class RunStopped(BaseException):
+class CallRefused(BaseException):
     """Leaves a client's call where a stop is to be raised.
 
     `bounded_clients` turns it into `BudgetExceeded`. It is no `Exception`, because SDKs try again
@@ -45,20 +45,20 @@ class RunStopped(BaseException):
         self.trip = trip
 
 
-def refusal_text(run: Run, posted: Posted) -> str:
+def refusal_text(run: Run, payload: Payload) -> str:
     """Return the words of the answer to a request that may not start."""
-    text, protocol, body = synthetic_text(run.guard), posted.protocol, posted.body
+    text, protocol, body = synthetic_text(run.guard), payload.protocol, payload.body
     # It answers every turn without them with an error.
     waits = protocol.follows(body) is not None and protocol.results(body)
-    return f"{text} {_UNSENT}" if waits else text
+    return f"{text} {_PENDING}" if waits else text
 
 
-def refused(run: Run, posted: Posted, trip: Trip, *, is_side_call: bool = False) -> Made:
+def refused(run: Run, payload: Payload, trip: Trip, *, is_side_call: bool = False) -> Made:
     """Return the answer to a call that may not start.
 
     Args:
         run: The run that refuses it.
-        posted: The request.
+        payload: The request.
         trip: Why the run ends.
         is_side_call: It was made inside of a run that is another adapter's: there the synthetic
             answer would be taken for an answer.
@@ -67,20 +67,20 @@ def refused(run: Run, posted: Posted, trip: Trip, *, is_side_call: bool = False)
         RunStopped: The run's envelope says so.
     """
     if run.envelope.on_trip == "raise" and not is_side_call:
-        raise RunStopped(trip)
+        raise CallRefused(trip)
     # A client of OpenAI's family looks at the last first, whatever the status is.
     headers = {
         "x-budgetguard-stop-reason": str(trip.reason),
         "x-budgetguard-run-id": run.guard.run_id,
         "x-should-retry": "false",
     }
-    protocol, body, model = posted.protocol, posted.body, posted.model or ""
-    form, text = protocol.form(body), refusal_text(run, posted)
+    protocol, body, model = payload.protocol, payload.body, payload.model or ""
+    form, text = protocol.form(body), refusal_text(run, payload)
     if (form == "text" or (form == "json" and protocol.can_refuse)) and not is_side_call:
         mark = dict(synthetic_metadata(run.guard, trip))
-        events = protocol.synthetic_stream(body, model, text, mark) if posted.is_streamed else None
+        events = protocol.synthetic_stream(body, model, text, mark) if payload.is_streamed else None
         if events:
-            frames, kind = frames_at(posted.path)
+            frames, kind = frames_at(payload.path)
             stream = b"".join(map(frames.write, events))
             return Made(200, {**headers, "content-type": kind}, stream)
         whole = protocol.synthetic(body, model, text, mark)

@@ -20,8 +20,8 @@ def is_own(run: Run) -> bool:
 
 
 def is_off(run: Run) -> bool:
-    """Return whether no guard of a run enforces or looks on."""
-    return all(one.mode is Mode.OFF for guard in run.guards for one in guard.lineage)
+    """Return whether no guard of a run enforces or observes."""
+    return all(one.mode is Mode.OFF for guard in run.guards for one in guard.ancestry)
 
 
 def traffic_of(run: Run) -> Traffic:
@@ -47,22 +47,22 @@ class EnvelopeRuns:
         self._lock = threading.Lock()
         self.outside: Run | None = None
         self.latest: Run | None = None
-        self._arounds: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._enclosing_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
     def here(self) -> Run:
         """Return the run that a call from this code is a part of."""
-        around = joined()
-        if around is None:
+        enclosing = joined()
+        if enclosing is None:
             with self._lock:
                 if self.outside is None or self.outside.ended:
                     self.outside = self._envelope.open(loose=True)
                 return self.outside
         given = self._envelope.budget
-        if isinstance(given, Guard) and any(given in one.lineage for one in around.guards):
-            return around
+        if isinstance(given, Guard) and any(given in one.ancestry for one in enclosing.guards):
+            return enclosing
         with self._lock:
-            self._arounds.add(around)
-        self.latest = around.part(self, self)
+            self._enclosing_runs.add(enclosing)
+        self.latest = enclosing.part(self, self)
         return self.latest
 
     def open(self, *, loose: bool = False) -> Run:
@@ -81,8 +81,8 @@ class EnvelopeRuns:
     def to_end(self) -> list[Run]:
         """Return the runs that go on, to be ended: no call comes any more."""
         with self._lock:
-            found = [around.without_part(self) for around in self._arounds]
-            self._arounds.clear()
+            found = [enclosing.without_part(self) for enclosing in self._enclosing_runs]
+            self._enclosing_runs.clear()
         return [run for run in (*found, self.outside) if run is not None and run.outcome is None]
 
 

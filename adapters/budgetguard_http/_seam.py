@@ -24,8 +24,8 @@ from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, admitted
 from budgetguard_http._flight import Flight, ended
 from budgetguard_http._frames import frames_of
+from budgetguard_http._payload import may_be_read, plain_path
 from budgetguard_http._policy import Policy
-from budgetguard_http._posted import may_be_posted, plain_path
 from budgetguard_http._refusal import REFUSED, Made, respond
 from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, passed, passed_async, stream_of
@@ -84,12 +84,12 @@ class Seam:
         if isinstance(call, Made):
             return respond(mod, request, call)
         try:
-            held = yield from call.run.waited(call.opened)
+            held = yield from call.run.waited(call.open_call)
             if isinstance(held, Stop):
                 return respond(mod, request, call.refusal(held.trip))
             exchange.flight = None if exchange.is_async else Flight(run)
             # An adapter above cuts its own calls, but for those that block.
-            is_mine = exchange.is_async and call.opened.above is None
+            is_mine = exchange.is_async and call.open_call.parent is None
             made: Any = None
             with cut_short(run) if is_mine else nullcontext() as watch:
                 made = yield from exchange.answer(mod, call)
@@ -119,7 +119,7 @@ class Seam:
         policy = self._policy_of(run)
         # Where it went first: that tells its format.
         path = plain_path(request.extensions.get(_FIRST_PATH) or request.url.path)
-        if not may_be_posted(request.url.host, path, policy) or is_off(run):
+        if not may_be_read(request.url.host, path, policy) or is_off(run):
             return None
         return run, policy, path
 
@@ -150,7 +150,7 @@ class Exchange:
     def answer(self, mod: Any, call: Call) -> Flow[Any]:
         """Send a call that was admitted, and return its answer."""
         request, flight = self.request, self.flight
-        own, token = request.extensions, FRAME.set(call.opened.frame)
+        own, token = request.extensions, FRAME.set(call.open_call.frame)
         try:
             response = yield self.sending(_outgoing(mod, request, call, flight))
         finally:
@@ -158,7 +158,7 @@ class Exchange:
             request.extensions = own
         if response.has_redirect_location:
             # Its client takes the extensions along.
-            request.extensions = {**own, _FIRST_PATH: call.posted.path}
+            request.extensions = {**own, _FIRST_PATH: call.payload.path}
         if flight is not None:
             flight.answered(response)
         if not _is_an_answer(response, call):
@@ -179,7 +179,7 @@ class Exchange:
             response.stream = kind(stream, call, flight, chunks)
             return response
         # An adapter above cuts its own calls.
-        scope = Scope(call.run) if call.opened.above is None else None
+        scope = Scope(call.run) if call.open_call.parent is None else None
         response.stream = kind(stream, call, scope, passed_async(stream, passing, scope))
         return response
 
@@ -194,11 +194,11 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
     extensions = dict(request.extensions)
     if flight is not None:
         flight.trace(extensions)
-    left = call.opened.seconds if flight is None or call.opened.above else flight.left
-    if left is not None:
+    rest = call.open_call.seconds if flight is None or call.open_call.parent else flight.rest
+    if rest is not None:
         own: dict[str, Any] = extensions.get("timeout") or {}
         # As a rule the client's own time-outs are far shorter.
-        extensions["timeout"] = {phase: min(own.get(phase) or left, left) for phase in _PHASES}
+        extensions["timeout"] = {phase: min(own.get(phase) or rest, rest) for phase in _PHASES}
     content = call.content()
     if content is not None:
         headers = request.headers.copy()
@@ -207,7 +207,7 @@ def _outgoing(mod: Any, request: Any, call: Call, flight: Flight | None) -> Any:
         request = mod.Request(request.method, request.url, stream=mod.ByteStream(content))
         request.headers = headers
         request.read()
-    if call.posted.is_streamed and not call.posted.is_signed:
+    if call.payload.is_streamed and not call.payload.is_signed:
         # Compressed events would have to be decompressed on their way.
         request.headers["accept-encoding"] = _IDENTITY
     request.extensions = extensions
@@ -227,31 +227,31 @@ def _is_an_answer(response: Any, call: Call) -> bool:
     return False
 
 
-def _shorten(response: Any, left: float | None) -> None:
+def _shorten(response: Any, rest: float | None) -> None:
     """Shorten the wait that a client is asked for to the end of its run, where it is refused.
 
     Nobody but the client itself could end that wait, and some wait a day if they are told to.
     """
     for name, parts in _WAITS:
-        told = response.headers.get(name)
-        if told is not None and left is not None:
+        header = response.headers.get(name)
+        if header is not None and rest is not None:
             with suppress(ValueError):  # a date
-                if float(told) / parts <= left:
+                if float(header) / parts <= rest:
                     continue
             # Zero would be taken for nothing told.
-            response.headers[name] = str(max(math.ceil(left * parts), 1))
+            response.headers[name] = str(max(math.ceil(rest * parts), 1))
 
 
 def _passing(mod: Any, response: Any, call: Call) -> Passing | None:
     """Return what passes a streamed answer on; None for one that comes whole."""
-    headers, posted = response.headers, call.posted
+    headers, payload = response.headers, call.payload
     kind = headers.get("content-type", "")
     if kind.startswith("application/json"):
         return None
-    frames = frames_of(kind, posted.path, is_asked_for=posted.is_streamed)
+    frames = frames_of(kind, payload.path, is_requested=payload.is_streamed)
     # Speech, an image: nobody reads it, and its client may play it as it comes.
-    is_media = posted.protocol is OPAQUE and kind and not kind.startswith("text/")
-    if frames is None and not (posted.is_streamed or is_media):
+    is_media = payload.protocol is OPAQUE and kind and not kind.startswith("text/")
+    if frames is None and not (payload.is_streamed or is_media):
         return None
     if headers.get("content-encoding", _IDENTITY) != _IDENTITY:
         frames = None

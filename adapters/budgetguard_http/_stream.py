@@ -77,13 +77,13 @@ class Passing:
         call = self.call
         was_settled = call.is_settled
         call.failed("cut short")
-        reader, posted = self._reader, call.posted
+        reader, payload = self._reader, call.payload
         if was_settled:
             return []
-        events, is_text = None, posted.protocol.form(posted.body) == "text"
+        events, is_text = None, payload.protocol.form(payload.body) == "text"
         if reader is not None and not reader.has_calls and is_text:
-            text, model = synthetic_text(call.run.guard), posted.model or ""
-            events = posted.protocol.synthetic_stream(posted.body, model, text, {})
+            text, model = synthetic_text(call.run.guard), payload.model or ""
+            events = payload.protocol.synthetic_stream(payload.body, model, text, {})
             if self._began:
                 events = reader.closing(text)
         if events is None:
@@ -109,7 +109,7 @@ def passed(inner: Any, passing: Passing, flight: Flight) -> Iterator[Any]:
         yield from passing.cut(error)
     finally:
         flight.close()
-        call.left()
+        call.cancelled()
 
 
 async def passed_async(inner: Any, passing: Passing, scope: Scope | None) -> AsyncIterator[Any]:
@@ -133,7 +133,7 @@ async def passed_async(inner: Any, passing: Passing, scope: Scope | None) -> Asy
     finally:
         if scope is not None:
             scope.close()
-        call.left()
+        call.cancelled()
 
 
 class Stream:
@@ -175,7 +175,7 @@ class Stream:
     def _stop(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        self._call.left()
+        self._call.cancelled()
 
     def __del__(self) -> None:
         # Never read, and never closed.

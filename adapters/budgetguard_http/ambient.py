@@ -22,13 +22,13 @@ from budgetguard_core.kit import (
     envelope_of,
     is_stop,
     joined,
-    opened,
+    open_run,
     run_blocking,
 )
 from budgetguard_http import audit
 from budgetguard_http._patches import Patches
 from budgetguard_http._policy import ClientOptions, OnUnknown, Policy, split
-from budgetguard_http._refusal import RunStopped
+from budgetguard_http._refusal import CallRefused
 from budgetguard_http._runs import traffic_of
 from budgetguard_http._seam import Seam
 from budgetguard_http.bedrock import Hooks
@@ -104,7 +104,7 @@ def uninstall() -> None:
 
 def is_installed() -> bool:
     """Return whether clients are bounded wherever a guard is active."""
-    return _AMBIENT.patches.are_in_place
+    return _AMBIENT.patches.are_installed
 
 
 class bounded_clients:
@@ -170,7 +170,7 @@ class bounded_clients:
 
     @property
     def outcome(self) -> Outcome:
-        """How the run ended, once the block has ended, be it by an exception.
+        """The outcome of the run, once the block has ended, be it by an exception.
 
         Its `messages` are the turns that were sent last, in the provider's format.
 
@@ -181,7 +181,7 @@ class bounded_clients:
             raise AdapterError("a block has an outcome when it has ended. Ask after the block.")
         return self._run.outcome
 
-    def unsent_input(self) -> list[Any]:
+    def pending_input(self) -> list[Any]:
         """List what OpenAI lacks of the conversation that it keeps, after a stop.
 
         With `previous_response_id` or `conversation` it waits for the results that the refused
@@ -193,7 +193,7 @@ class bounded_clients:
         Raises:
             AdapterError: The block was not entered.
         """
-        return traffic_of(self.run).unsent_input()
+        return traffic_of(self.run).pending_input()
 
     def __enter__(self) -> Self:
         if not self._is_bound and joined() is None:
@@ -201,7 +201,7 @@ class bounded_clients:
                 "bounded_clients needs a budget, got none, and there is no run that the block is "
                 "a part of. Write bounded_clients(Budget(max_iterations=50, max_cost_usd=1))."
             )
-        opening = opened(self._envelope, resume=self._resume)
+        opening = open_run(self._envelope, resume=self._resume)
         run = self._run = run_blocking(opening)[0]
         run.is_of_clients = True
         vars(run)[_POLICY] = self._policy
@@ -221,7 +221,7 @@ class bounded_clients:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         self._end(error)
-        return self._told(error)
+        return self._raised(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -229,7 +229,7 @@ class bounded_clients:
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave()
         await self.run.in_thread(lambda: self._end(error))
-        return self._told(error)
+        return self._raised(error)
 
     def _leave(self) -> None:
         self._stack.close()
@@ -248,15 +248,15 @@ class bounded_clients:
             return run.end(**ends)
         return run.fail(error, ends["messages"])
 
-    def _told(self, error: BaseException | None) -> bool:
+    def _raised(self, error: BaseException | None) -> bool:
         """Raise what is to be raised; tell whether an exception was nothing but the stop."""
         run, trip = self.run, self.run.trip
         if trip is None:
             return False
-        if run.is_to_raise or run.is_of_the_run_around(trip):
+        if run.is_to_raise or run.is_of_parent_run(trip):
             raise BudgetExceeded(trip, self.outcome) from error
         return error is not None and _is_a_stop(error)
 
 
 def _is_a_stop(error: BaseException) -> bool:
-    return isinstance(error, RunStopped) or is_stop(error)
+    return isinstance(error, CallRefused) or is_stop(error)

@@ -17,8 +17,8 @@ from budgetguard_http import audit
 from budgetguard_http._call import AnsweredWith, Call, admitted
 from budgetguard_http._flight import Flight
 from budgetguard_http._frames import EVENT_STREAM, Chunks, Frames, frames_at
+from budgetguard_http._payload import RETRIES, may_be_read
 from budgetguard_http._policy import ClientOptions, Policy
-from budgetguard_http._posted import RETRIES, may_be_posted
 from budgetguard_http._refusal import Made
 from budgetguard_http._runs import is_off
 from budgetguard_http._stream import Passing, Stream, passed
@@ -53,7 +53,7 @@ class _Exchange:
         if self._is_open:
             self.close()
             self.flight.close()
-            self.call.left()
+            self.call.cancelled()
 
 
 class Hooks:
@@ -104,7 +104,7 @@ class Hooks:
         policy = self._policy_of(run)
         address = urlsplit(str(request.url))
         path = unquote(address.path)
-        if not may_be_posted(_HOST, path, policy):
+        if not may_be_read(_HOST, path, policy):
             return
         data = request.data
         raw = data.encode() if isinstance(data, str) else bytes(data or b"")
@@ -112,7 +112,7 @@ class Hooks:
         headers = {RETRIES: str(attempt - 1)}
         call = admitted(run, policy, _HOST, path, headers, raw)
         if isinstance(call, Call):
-            held = call.run.wait(call.opened)
+            held = call.run.wait(call.open_call)
             if isinstance(held, Stop):
                 call = call.refusal(held.trip)
         if not isinstance(call, Call):
@@ -132,7 +132,7 @@ class Hooks:
         made = _botocore("awsrequest")
         status, headers, content = answer
         # The name by which boto3 tells an error.
-        named = {**headers, "x-amzn-errortype": "RunStopped"} if status != 200 else headers
+        named = {**headers, "x-amzn-errortype": "CallRefused"} if status != 200 else headers
         return made.AWSResponse(request.url, status, made.HeadersDict(named), _Raw(content))
 
     def _received(
@@ -165,7 +165,7 @@ def is_hooked(client: Any) -> bool:
     return client in _HOOKED
 
 
-class BudgetHooks(Blocking):
+class BedrockHooks(Blocking):
     """Bounds the calls of boto3's Bedrock clients: `hooks.register(boto3.client(...))`.
 
     By botocore's events alone: nothing is patched. Each attempt is admitted before it is signed,
@@ -175,7 +175,7 @@ class BudgetHooks(Blocking):
 
     Args:
         budget: As `BudgetTransport` takes it. One run from the first call to `close`.
-        options: As `BudgetTransport` takes them. With `on_trip="raise"`, `RunStopped` leaves the
+        options: As `BudgetTransport` takes them. With `on_trip="raise"`, `CallRefused` leaves the
             call of the client, which is no `Exception`.
 
     Attributes:
@@ -227,7 +227,7 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
     if field not in parsed:
         call.parsed(parsed)
         return False
-    if not call.posted.is_streamed and frames_at(call.posted.path)[1] != EVENT_STREAM:
+    if not call.payload.is_streamed and frames_at(call.payload.path)[1] != EVENT_STREAM:
         content = parsed[field].read()
         call.whole(content)
         body = _botocore("response").StreamingBody
@@ -235,7 +235,7 @@ def _answered(parsed: dict[str, Any], response: Any, call: Call, flight: Flight)
         return False
     # urllib3 2.3 and later
     flight.shut = getattr(response["body"], "shutdown", None)
-    frames, path = Frames() if field == "stream" else Chunks(), call.posted.path
+    frames, path = Frames() if field == "stream" else Chunks(), call.payload.path
     passing = Passing(call, frames, lambda: _read_timeout(path))
     stream = parsed[field]
     parsed[field] = Stream(stream, call, flight, passed(stream, passing, flight))

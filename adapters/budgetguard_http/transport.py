@@ -53,10 +53,10 @@ class Bounded:
         run = self._runs.outside or self._runs.latest
         return None if run is None else run.outcome
 
-    def unsent_input(self) -> list[Any]:
+    def pending_input(self) -> list[Any]:
         """List what OpenAI lacks of the conversation that it keeps; as `bounded_clients` has it."""
         run = self._runs.outside
-        return [] if run is None else traffic_of(run).unsent_input()
+        return [] if run is None else traffic_of(run).pending_input()
 
 
 class Blocking(Bounded):
@@ -88,7 +88,7 @@ class BudgetTransport(Blocking, _Sync):
             `Envelope` of either.
         inner: Sends what is admitted; an `HTTPTransport` of the client's package if left out.
         options: As `Envelope` takes them, and `on_unknown`, `exempt` and `ask_for_usage` as
-            `Policy`. With `on_trip="raise"`, `RunStopped` leaves the SDK's call, which is no
+            `Policy`. With `on_trip="raise"`, `CallRefused` leaves the SDK's call, which is no
             `Exception`.
 
     Attributes:

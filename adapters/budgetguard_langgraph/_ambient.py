@@ -1,4 +1,4 @@
-"""How a run reaches code whose configuration is out of reach: by the frame around it."""
+"""The path of a run to code whose configuration is out of reach: by the current frame."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _FrameCallback(BudgetCallback):
         frame = current()
         if frame is None or frame.run is not None or frame.guard is not self.envelope.budget:
             return super()._open(**facts)
-        token = FRAME.set(frame.above)
+        token = FRAME.set(frame.parent)
         try:
             return super()._open(**facts)
         finally:
@@ -70,7 +70,7 @@ class _AmbientCallback:
 
 
 agents: Final[list[Callable[[Any], BaseCallbackHandler | None]]] = []
-"""How the callback of an agent that bounds itself is found; the middleware puts it here."""
+"""The callback of an agent that bounds itself; the middleware sets it."""
 
 
 class _AgentCallback:

@@ -15,7 +15,7 @@ _KINDS: Final = {
     "Error: Model incorrectly returned multiple structured": "invalid structured answer",
     "is not a valid tool": "unknown tool",
 }
-"""What LangChain answers a call with that has no body, by a part of the text."""
+"""LangChain's answers to a call without a body, by a part of their text."""
 _KEPT: Final = 64
 
 
@@ -30,25 +30,27 @@ class Branch:
         self.prompt = Prompt()
         self.calls = ToolCalls(run, paused)
         self._run = run
-        self._asked: list[list[ToolCall]] = []
+        self._requested: list[list[ToolCall]] = []
         self._is_answered = is_answered
 
     def put(self, calls: list[ToolCall]) -> None:
         """Take the tool calls of an answer."""
         self.calls.next_reply()
-        self._asked = [*self._asked[-_KEPT:], calls]
+        self._requested = [*self._requested[-_KEPT:], calls]
 
     def admitted(self, calls: list[ToolCall]) -> list[OpenToolCall]:
         """Ask for the calls of an answer that a person has let go, in the model's order."""
         ids = {one.id for one in calls}
-        self._asked = [one for one in self._asked if ids.isdisjoint(call.id for call in one)]
+        self._requested = [
+            one for one in self._requested if ids.isdisjoint(call.id for call in one)
+        ]
         return self.calls.offer(calls)
 
     def offer(self, id_: str | None, name: str, node: Any) -> bool:
         """Ask for the answer that has a call; return whether that was asked for by now."""
-        for calls in self._asked:
+        for calls in self._requested:
             if any((one.id, one.name) == (id_, name) for one in calls):
-                self._asked.remove(calls)
+                self._requested.remove(calls)
                 self.calls.offer(_known(calls, node))
                 break
         return any(
@@ -63,11 +65,11 @@ class Branch:
         repetition.
         """
         was_answered, self._is_answered = self._is_answered, False
-        if not self._asked and not was_answered:
+        if not self._requested and not was_answered:
             return  # nearly always
         message, results = _last_results(prompt)
-        for calls in [one for one in self._asked if all(call.id in results for call in one)]:
-            self._asked.remove(calls)
+        for calls in [one for one in self._requested if all(call.id in results for call in one)]:
+            self._requested.remove(calls)
             for call in calls:
                 if call.name not in handoffs:
                     self._report(call, results[call.id])
@@ -85,10 +87,10 @@ class Branch:
         if known is not None or result.status == "error":
             self.without_body(call, text, known or kind)
             return
-        told = ToolCall(name=call.name, arguments=call.arguments, id=call.id, kind="output")
-        opened = self._run.tool_call(told)
-        self._run.start(opened)
-        self._run.finished(opened, result.content)
+        call_made = ToolCall(name=call.name, arguments=call.arguments, id=call.id, kind="output")
+        record = self._run.tool_call(call_made)
+        self._run.start(record)
+        self._run.finished(record, result.content)
 
     def without_body(self, call: ToolCall, result: str, kind: str | None) -> None:
         """Report a call that got an error in place of its body."""

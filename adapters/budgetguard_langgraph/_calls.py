@@ -48,7 +48,7 @@ from budgetguard_langgraph._run import (
     Stretch,
     when_task_ends,
 )
-from budgetguard_langgraph._seams import HANDOFF, Asked, enclosing_tool_node, refusal
+from budgetguard_langgraph._seams import HANDOFF, CurrentRequest, enclosing_tool_node, refusal
 from budgetguard_langgraph.interrupts import is_stop_below
 
 _NOTHING: Final[Mapping[str, Any]] = {}
@@ -59,27 +59,27 @@ def start_model_call(
     run_id: RunId,
     parent_run_id: RunId | None,
     prompts: Any,
-    asked: Asked,
+    requested: CurrentRequest,
     metadata: Mapping[str, Any] | None,
     batch_size: int,
 ) -> Flow[Trip | None]:
     """Ask for a model call and begin it; return why the run has to end instead."""
     prompt: Any = prompts[0] if prompts and isinstance(prompts[0], list) else prompts
-    metadata, parameters = metadata or _NOTHING, asked.parameters
+    metadata, parameters = metadata or _NOTHING, requested.parameters
     model, provider, bound = request_of(metadata, parameters)
-    words = None if asked.settings is None else words_of(asked.model)
-    can_not_be_bound = asked.settings is not None and words is None
+    words = None if requested.settings is None else words_of(requested.model)
+    can_not_be_bound = requested.settings is not None and words is None
     if bound is None and (can_not_be_bound or (words is not None and words.options is not None)):
-        bound = own_bound(asked.model)  # it is known by the model alone
+        bound = own_bound(requested.model)  # it is known by the model alone
     node = metadata.get("langgraph_checkpoint_ns")
-    branch, place = graph_run.branch(node), node or parent_run_id or run_id
+    branch, location = graph_run.branch(node), node or parent_run_id or run_id
     # The graph's own agents, and not those that its tools run.
-    if "|" not in str(node) or graph_run.asked_model[0] is None:
-        told = [*takewhile(lambda one: isinstance(one, SystemMessage), prompt)]
-        graph_run.asked_model, graph_run.model_name = (asked.model, told), model
+    if "|" not in str(node) or graph_run.last_model[0] is None:
+        system = [*takewhile(lambda one: isinstance(one, SystemMessage), prompt)]
+        graph_run.last_model, graph_run.model_name = (requested.model, system), model
     with graph_run.lock:
         branch.look_at(prompt, graph_run.handoffs)
-    sent = asked.messages if graph_run.run.envelope.prune is not None else None
+    sent = requested.messages if graph_run.run.envelope.prune is not None else None
     request = Request(
         messages=prompt if sent is None else sent,
         prunes=sent is not None,
@@ -87,7 +87,7 @@ def start_model_call(
         schema=parameters.get("response_format") or parameters.get("response_schema"),
         model=model,
         provider=provider,
-        retry=place in graph_run.failed,
+        retry=location in graph_run.failed,
         bound=bound,
         is_fixed=can_not_be_bound and bound is not None,
         may_fall_back=words is not None and words.model is not None,
@@ -99,19 +99,19 @@ def start_model_call(
             _take_back_siblings(graph_run)
         graph_run.next_step = f"call the model {model or ''}".strip()
         return turn.trip
-    if asked.messages is not None:
+    if requested.messages is not None:
         # In the request alone: the graph's state stays what it is.
         if turn.is_pruned:
-            asked.messages[:] = prompt = [*turn.messages]
+            requested.messages[:] = prompt = [*turn.messages]
         if turn.nudge is not None:
-            asked.messages.append(HumanMessage(turn.nudge))
+            requested.messages.append(HumanMessage(turn.nudge))
     is_bounded = False
-    if asked.settings is not None:
+    if requested.settings is not None:
         most = turn.call.max_output_tokens
         tokens = None if most == bound else most
-        is_bounded = bind(asked.model, asked.settings, tokens, turn.call, parameters)
+        is_bounded = bind(requested.model, requested.settings, tokens, turn.call, parameters)
     flight = ModelCallInFlight(
-        turn, branch, place, prompt, metadata.get("langgraph_node"), is_bounded
+        turn, branch, location, prompt, metadata.get("langgraph_node"), is_bounded
     )
     record = Stretch(graph_run, run_id, turn.call, flight)
     FRAME.set(record)
@@ -156,9 +156,9 @@ def end_model_call(record: Stretch, response: LLMResult) -> None:
     if flying is None:
         return
     run, turn, branch = graph_run.run, flying.turn, flying.branch
-    graph_run.failed.pop(flying.place, None)
+    graph_run.failed.pop(flying.location, None)
     answer = answer_of(response)
-    asked, hosted = calls_of(answer)
+    requested, hosted = calls_of(answer)
     used, cost_usd = figures_of(response, answer, flying.reported)
     if not turn.is_pruned and [len(one) for one in response.generations] == [1]:
         # The usage of several candidates is that of all.
@@ -171,9 +171,9 @@ def end_model_call(record: Stretch, response: LLMResult) -> None:
         model=model_of(response, answer),
         cost_usd=cost_usd,
         speaker=flying.speaker,
-        final=not asked and not unusable and graph_run.is_said_in_turn(text, flying.prompt),
+        final=not requested and not unusable and graph_run.is_in_turn(text, flying.prompt),
     )
-    if flying.bounded and not asked and was_cut(answer):
+    if flying.bounded and not requested and was_cut(answer):
         run.cut_short(turn.call)
     for call in run.batch(hosted) if hosted else ():
         run.start(call)
@@ -181,9 +181,9 @@ def end_model_call(record: Stretch, response: LLMResult) -> None:
     with graph_run.lock:
         for lost, wrong, kind in unusable:
             branch.without_body(lost, wrong, kind)
-        if asked:
-            branch.put(asked)
-    graph_run.sent, graph_run.said = flying.prompt, answer
+        if requested:
+            branch.put(requested)
+    graph_run.sent, graph_run.last_reply = flying.prompt, answer
     graph_run.save_counters()
 
 
@@ -191,7 +191,7 @@ def fail_model_call(record: Stretch, error: BaseException) -> None:
     """Charge a model call that failed or was cancelled."""
     flying = record.landed(ModelCallInFlight)
     if flying is not None:
-        record.graph_run.has_failed(flying.place)
+        record.graph_run.has_failed(flying.location)
         flying.turn.failed(error)
         record.graph_run.save_counters()
 
@@ -220,24 +220,24 @@ def start_tool_call(
         id=id_,
         kind="handoff" if handoff else "function",
     )
-    opened: OpenToolCall | None = None
+    open_call: OpenToolCall | None = None
     node = enclosing_tool_node()
     if handoff:
         _is_handoff(graph_run, name)
-        opened = graph_run.run.tool_call(call)
+        open_call = graph_run.run.tool_call(call)
     else:
         branch = graph_run.branch(metadata.get("langgraph_checkpoint_ns"))
         with graph_run.lock:
             is_offered = branch.offer(id_, name, node)
-        opened = None if is_offered or id_ is None else _admitted_below(graph_run, id_, name)
-        if opened is None:
-            opened = yield from branch.calls.taken(call)
-    yield from graph_run.run.waited(opened)
-    refused = graph_run.run.start(opened)
+        open_call = None if is_offered or id_ is None else _admitted_below(graph_run, id_, name)
+        if open_call is None:
+            open_call = yield from branch.calls.taken(call)
+    yield from graph_run.run.waited(open_call)
+    refused = graph_run.run.start(open_call)
     if refused is not None:
         graph_run.next_step = f"run the tool {name}"
-        return refusal(node, refused) or _trip_of(graph_run, opened)
-    record = Stretch(graph_run, run_id, opened, opened)
+        return refusal(node, refused) or _trip_of(graph_run, open_call)
+    record = Stretch(graph_run, run_id, open_call, open_call)
     FRAME.set(record)
     graph_run.save_counters()
     record.forget = when_task_ends(partial(_cancelled, record))
@@ -255,7 +255,7 @@ def _admitted_below(graph_run: GraphRun, id_: str, name: str) -> OpenToolCall | 
     for ticket in tickets:
         call = ticket.call
         is_same = isinstance(call, ToolCall) and (call.id, call.name) == (id_, name)
-        if is_same and ticket not in ours and guard in ticket.guard.lineage:
+        if is_same and ticket not in ours and guard in ticket.guard.ancestry:
             return OpenToolCall(call, (ticket,))
     return None
 

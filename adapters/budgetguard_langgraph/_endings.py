@@ -1,4 +1,4 @@
-"""How a run that LangChain's hooks have told of ends, and how its outcome is found."""
+"""The ending of a run that LangChain's hooks report, and the search for its outcome."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def stop(graph_run: GraphRun, trip: Trip, prompt: Sequence[Any]) -> BudgetInterr
     """Return what ends the code in which a run was stopped."""
     messages = [message for message in prompt if isinstance(message, BaseMessage)]
     if messages:
-        graph_run.sent, graph_run.said = messages, None
-    graph_run.tell(trip)
+        graph_run.sent, graph_run.last_reply = messages, None
+    graph_run.notify(trip)
     outcome = None
     if graph_run.root is None and graph_run.outer is None:
         graph_run.stop(trip)
@@ -88,7 +88,7 @@ def end(
     remember(outputs, messages_key, outcome)
     if trip is not None and graph_run.run.is_to_raise:
         return BudgetStop(trip, outcome)
-    if trip is not None and graph_run.goes_through(trip):
+    if trip is not None and graph_run.propagates(trip):
         # So that nobody takes the partial result for an answer.
         return BudgetInterrupt(trip, outcome)
     return None
@@ -102,29 +102,29 @@ def question_to(
     graph_run: GraphRun, model: Any = None, system: Sequence[BaseMessage] = ()
 ) -> LastQuestion | None:
     """Return how the model of the last request, or this one, is asked for a last answer."""
-    requested, told = graph_run.asked_model
-    asked: Any = requested if model is None else model
-    if asked is None:
+    requested, ending = graph_run.last_model
+    requested_model: Any = requested if model is None else model
+    if requested_model is None:
         return None
-    name = getattr(asked, "model_name", None) or getattr(asked, "model", None)
+    name = getattr(requested_model, "model_name", None) or getattr(requested_model, "model", None)
 
-    def given(opened: OpenModelCall) -> dict[str, Any]:
+    def given(open_call: OpenModelCall) -> dict[str, Any]:
         settings: dict[str, Any] = {}
-        if words_of(asked) is not None:
-            bind(asked, settings, opened.max_output_tokens, opened)
+        if words_of(requested_model) is not None:
+            bind(requested_model, settings, open_call.max_output_tokens, open_call)
         return settings
 
-    def ask(sent: list[Any], opened: OpenModelCall) -> Answer:
-        return _answer(asked.invoke(sent, _ALONE, **given(opened)))
+    def ask(sent: list[Any], open_call: OpenModelCall) -> Answer:
+        return _answer(requested_model.invoke(sent, _ALONE, **given(open_call)))
 
-    async def ask_async(sent: list[Any], opened: OpenModelCall) -> Answer:
-        return _answer(await asked.ainvoke(sent, _ALONE, **given(opened)))
+    async def ask_async(sent: list[Any], open_call: OpenModelCall) -> Answer:
+        return _answer(await requested_model.ainvoke(sent, _ALONE, **given(open_call)))
 
     return LastQuestion(
         ask=ask,
         ask_async=ask_async,
         model=graph_run.model_name or (name if isinstance(name, str) else None),
-        write=lambda whole: in_words([*(system or told), *whole], DIALECT),
+        write=lambda whole: in_words([*(system or ending), *whole], DIALECT),
     )
 
 
@@ -145,8 +145,8 @@ def remember(result: Any, messages_key: str, outcome: Outcome) -> None:
         kept_with(messages[-1], outcome)
 
 
-class Told:
-    """Where the outcome of one streamed run goes: to the stream that its caller holds.
+class OutcomeHolder:
+    """The holder of one streamed run's outcome, found by the stream that its caller has.
 
     Attributes:
         outcome: How the run ended, without its messages.
@@ -176,12 +176,12 @@ class Result(dict[str, Any]):
     """A result without messages: a plain dictionary takes no reference to its outcome."""
 
 
-def with_outcome_of(graph: Any, result: Any, options: dict[str, Any], told: Told) -> Any:
+def with_outcome_of(graph: Any, result: Any, options: dict[str, Any], ending: OutcomeHolder) -> Any:
     """Return a result by which its outcome is found; of a stopped run with `stop_reason`.
 
     Inside another graph it is a part of that one's state.
     """
-    ended, values = told.outcome, getattr(result, "value", result)
+    ended, values = ending.outcome, getattr(result, "value", result)
     if ended is None or not isinstance(values, dict) or configuration().get(TASK) is not None:
         return result
     known = cast("dict[str, Any]", values)
@@ -189,7 +189,7 @@ def with_outcome_of(graph: Any, result: Any, options: dict[str, Any], told: Told
     is_state = is_state and not isinstance(graph.stream_channels_asis, str)
     if ended.status == "terminated" and is_state:
         known.setdefault("stop_reason", str(ended.stop_reason))
-    if values is not result or told.is_on_messages:
+    if values is not result or ending.is_on_messages:
         return result
     return with_own_outcome(known, ended)
 

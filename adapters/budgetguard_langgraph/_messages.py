@@ -49,8 +49,13 @@ class Dialect:
         if isinstance(message, ToolMessage):
             return Turn("tool", results=((message.tool_call_id, text_of(message)),))
         if isinstance(message, AIMessage):
-            asked = [*message.tool_calls, *(one for one in message.invalid_tool_calls if one["id"])]
-            calls = tuple(Call(one["id"] or "", one["name"] or "", one["args"]) for one in asked)
+            requested = [
+                *message.tool_calls,
+                *(one for one in message.invalid_tool_calls if one["id"]),
+            ]
+            calls = tuple(
+                Call(one["id"] or "", one["name"] or "", one["args"]) for one in requested
+            )
             text = text_of(message)
             parts = () if calls and not text else (text,)
             return Turn("assistant", parts, calls, synthetic=is_synthetic(message))
@@ -214,7 +219,7 @@ def answered(
     messages = messages_of(state.values, key)
     ended = outcome_of(left)
     waited = ended is not None and ended.status == "paused"
-    note = NOT_EXECUTED if waited or asked_in(left, ())[0] else OUTCOME_UNKNOWN
+    note = NOT_EXECUTED if waited or stops_and_questions(left, ())[0] else OUTCOME_UNKNOWN
     whole, new = close_history(messages, DIALECT, lambda _, __: note)
     return write(graph, key, whole) if new else None
 
@@ -239,7 +244,7 @@ def writer_of(graph: Any, key: str) -> str:
     return next((name for name in names if not routed.get(name)), names[0])
 
 
-def asked_in(
+def stops_and_questions(
     state: StateSnapshot | None, waiting: Sequence[Interrupt]
 ) -> tuple[bool, list[Interrupt]]:
     """Return whether a budget stopped tasks of a thread, and list what a person is asked in it."""

@@ -188,8 +188,8 @@ def calls_of(message: BaseMessage | None) -> tuple[list[ToolCall], list[ToolCall
     """List the tool calls of an answer: those that are to run, and those the provider ran."""
     if not isinstance(message, AIMessage):
         return [], []
-    asked = [tool_call(call) for call in message.tool_calls]
-    return asked, [] if isinstance(message.content, str) else list(_hosted(message))
+    requested = [tool_call(call) for call in message.tool_calls]
+    return requested, [] if isinstance(message.content, str) else list(_hosted(message))
 
 
 def _hosted(message: AIMessage) -> Sequence[ToolCall]:
@@ -246,24 +246,24 @@ _PACKAGES: Final[Mapping[str, _Words]] = {
     "langchain_xai": _Words("max_tokens", "timeout"),
 }
 _KNOWN: dict[type, _Words | None] = {}
-_TOLD: set[str] = set()
+_REPORTED: set[str] = set()
 
 
 def bind(
     model: Any,
     settings: dict[str, Any],
     tokens: int | None,
-    opened: OpenModelCall,
+    open_call: OpenModelCall,
     parameters: Mapping[str, Any] | None = None,
 ) -> bool:
     """Put bounds into the settings of one request; tell whether that of the tokens is in it."""
     words = words_of(model)
     if words is None:
         if tokens is not None:
-            tell(model)
+            notify(model)
         return False
-    if opened.fallback_model is not None and words.model is not None:
-        settings[words.model] = opened.fallback_model
+    if open_call.fallback_model is not None and words.model is not None:
+        settings[words.model] = open_call.fallback_model
     if tokens is not None:
         held = settings
         if words.options is not None:
@@ -274,7 +274,7 @@ def bind(
             settings[words.options] = held
         given: Any = held.get(words.tokens)
         held[words.tokens] = min(given, tokens) if type(given) is int and given > 0 else tokens
-    if words.timeout is not None and (seconds := opened.seconds) is not None:
+    if words.timeout is not None and (seconds := open_call.seconds) is not None:
         limit: Any = settings.get(words.timeout)
         known = isinstance(limit, (int, float)) and not isinstance(limit, bool)
         settings[words.timeout] = min(seconds, limit) if known else seconds
@@ -295,11 +295,11 @@ def words_of(model: object) -> _Words | None:
     return _KNOWN[kind]
 
 
-def tell(model: Any) -> None:
+def notify(model: Any) -> None:
     """Warn once for each class that takes no completion bound."""
     kind = type(model).__name__
-    if kind not in _TOLD:
-        _TOLD.add(kind)
+    if kind not in _REPORTED:
+        _REPORTED.add(kind)
         _LOG.warning(
             "The completion bound cannot be given to %s with a call; what it may write is "
             "reserved instead. Set the bound on the model itself.",

@@ -80,8 +80,10 @@ class Thread:
             self.config["configurable"]["checkpoint_id"] = checkpoint
         self.key = (str(thread_id), namespace)
         # Runs that are one inside the other on the same thread are kept apart.
-        around = None if outer is None else outer.thread
-        self.slot: int = around.slot + 1 if around is not None and around.key == self.key else 0
+        enclosing = None if outer is None else outer.thread
+        self.slot: int = (
+            enclosing.slot + 1 if enclosing is not None and enclosing.key == self.key else 0
+        )
 
     @property
     def asks_nobody(self) -> bool:
@@ -90,9 +92,12 @@ class Thread:
 
     def moved(self, config: Any) -> None:
         """Follow a call that was made at one checkpoint of the thread to the one where it is."""
-        place, checkpoint = self.config["configurable"], configuration(config).get("checkpoint_id")
-        if "checkpoint_id" in place and checkpoint is not None:
-            place["checkpoint_id"] = checkpoint
+        location, checkpoint = (
+            self.config["configurable"],
+            configuration(config).get("checkpoint_id"),
+        )
+        if "checkpoint_id" in location and checkpoint is not None:
+            location["checkpoint_id"] = checkpoint
 
     def kept(self) -> Flow[Snapshot | None]:
         """Return the counters of the run that waits here."""
@@ -100,10 +105,10 @@ class Thread:
             return None
         chain: list[Any] = []
         with suppress(Exception):  # a saver that can only be awaited; one that fails ends the graph
-            place: Any = self.config
-            while place is not None:
-                chain.append((yield self._read(place)))
-                place = _before(chain[-1], self.slot)
+            location: Any = self.config
+            while location is not None:
+                chain.append((yield self._read(location)))
+                location = _before(chain[-1], self.slot)
         return self._newest(chain)
 
     def leave(self, guard: Guard, outcome: Outcome) -> Flow[None]:
@@ -143,8 +148,8 @@ class Thread:
         listed = [list[Any](one.pending_writes or ()) for one in chain if one is not None]
         writes = listed[0] if listed else []
         self.waiting = pending(writes)
-        asked = [one for _, channel, value in writes if channel == INTERRUPT for one in value]
-        self.was_stopped = any(is_budget_interrupt(one) for one in asked)
+        requested = [one for _, channel, value in writes if channel == INTERRUPT for one in value]
+        self.was_stopped = any(is_budget_interrupt(one) for one in requested)
         left = [one for writes in listed for one in writes]
         over = {value for _, channel, value in left if channel == _OVER}
         texts = [value for _, channel, value in left if channel == f"{_CHANNEL}:{self.slot}"]
@@ -185,9 +190,9 @@ def with_outcome(state: StateSnapshot, saved: Any) -> StateSnapshot:
         outcome = Outcome.model_validate_json(texts[max(texts)])
     except ValueError:  # written by another release
         return state
-    told = EndedState(*state)
-    remember(told, outcome)
-    return told
+    state_of_end = EndedState(*state)
+    remember(state_of_end, outcome)
+    return state_of_end
 
 
 def _ends(saved: Any) -> dict[int, str]:

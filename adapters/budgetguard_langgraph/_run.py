@@ -61,7 +61,7 @@ class ModelCallInFlight:
 
     turn: ModelTurn
     branch: Branch
-    place: Any
+    location: Any
     prompt: Sequence[Any]
     speaker: str | None
     bounded: bool = False
@@ -93,7 +93,7 @@ class Stretch(Frame):
     ) -> None:
         # As `Frame` does: one is made for each step.
         run = self.run = graph_run.run
-        self.guard, self.call, self.above = run.guard, call, run.above
+        self.guard, self.call, self.parent = run.guard, call, run.parent
         self.graph_run, self.run_id, self.flight = graph_run, run_id, flight
         self.closed = False
         self.forget: Callable[[], object] | None = None
@@ -118,7 +118,7 @@ class Stretch(Frame):
         if graph_run.idle is not None and not graph_run.tools:
             graph_run.idle.set()
         self.closed = True
-        self.above = before = self.before
+        self.parent = before = self.before
         if FRAME.get() is self:
             # Also a chain that is over meanwhile: what it has begun is still a part of its run.
             FRAME.set(before)
@@ -204,13 +204,13 @@ class GraphRun(Session):
         self.failed: OrderedDict[Any, None] = OrderedDict()
         self.handoffs: set[str] = set()
         self.sent: Sequence[Any] = ()
-        self.said: BaseMessage | None = None
+        self.last_reply: BaseMessage | None = None
         self.interrupted: list[OpenToolCall] = []
         self.ends_in_a_node = False
         self.waits = False
         self.next_step: str | None = None
         self.stopped_inside: Trip | None = None
-        self.asked_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
+        self.last_model: tuple[Any, Sequence[BaseMessage]] = (None, ())
         self.model_name: str | None = None
         self.idle: threading.Event | None = None
         self._first_steps: dict[RunId | None, Any] = {}
@@ -218,7 +218,7 @@ class GraphRun(Session):
 
     # The runs around it
 
-    def opened_by(self, callback: object) -> GraphRun | None:
+    def run_of(self, callback: object) -> GraphRun | None:
         """Return this run, or the one around it, that a callback opened."""
         found: GraphRun | None = self
         while found is not None and found.opener is not callback:
@@ -232,7 +232,7 @@ class GraphRun(Session):
             found = found.outer
         return found is not None
 
-    def goes_through(self, trip: Trip) -> bool:
+    def propagates(self, trip: Trip) -> bool:
         """Return whether a stop is that of a run around this one, and has to reach it.
 
         Runs that are the same call of a graph end together, and a guard that is active in a block
@@ -241,12 +241,12 @@ class GraphRun(Session):
         call = self
         while call.outer is not None and call.root is not None and call.outer.root == call.root:
             call = call.outer
-        frame = call.run.above
+        frame = call.run.parent
         while frame is not None and frame.run is None:
-            frame = frame.above
-        return frame is not None and call.run.is_of_the_run_around(trip)
+            frame = frame.parent
+        return frame is not None and call.run.is_of_parent_run(trip)
 
-    def tell(self, trip: Trip) -> None:
+    def notify(self, trip: Trip) -> None:
         """Notify the runs around this one that are the same call of a graph of its stop."""
         outer = self.outer
         while outer is not None and self.root is not None and outer.root == self.root:
@@ -281,7 +281,7 @@ class GraphRun(Session):
     @property
     def last_request(self) -> list[BaseMessage]:
         """The last conversation that a model was sent, with its answer."""
-        return [one for one in (*self.sent, self.said) if isinstance(one, BaseMessage)]
+        return [one for one in (*self.sent, self.last_reply) if isinstance(one, BaseMessage)]
 
     def branch(self, node: object) -> Branch:
         """Return the graph around a node: tasks have a namespace of their own below its own."""
@@ -299,14 +299,14 @@ class GraphRun(Session):
     def _all_calls(self) -> list[ToolCalls]:
         return [*(one.calls for one in list(self._graphs.values())), self.calls]
 
-    def has_failed(self, place: Any) -> None:
+    def has_failed(self, location: Any) -> None:
         """Note that a call failed here: the next one at this place is another attempt."""
         with self.lock:
-            self.failed[place] = None
+            self.failed[location] = None
             if len(self.failed) > _KEPT:
                 self.failed.popitem(last=False)
 
-    def is_said_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
+    def is_in_turn(self, text: str, prompt: Sequence[Any]) -> bool:
         """Return whether an answer belongs to what was said before in this run.
 
         A graph that asks about one document after the other gets the same answer many times, and
@@ -315,8 +315,8 @@ class GraphRun(Session):
         with self.lock:
             before = set(self._replies)
             self._replies.append(text)
-        said = [getattr(one, "content", one) for one in prompt[-_REPLIES:]]
-        return not before or any(isinstance(one, str) and one in before for one in said)
+        last_reply = [getattr(one, "content", one) for one in prompt[-_REPLIES:]]
+        return not before or any(isinstance(one, str) and one in before for one in last_reply)
 
     # What goes on
 
@@ -335,7 +335,7 @@ class GraphRun(Session):
         """Charge the model calls in flight, or those below a node: they report nothing."""
         for one in list(self.stretches):
             flight = one.flight
-            if isinstance(flight, ModelCallInFlight) and str(flight.place).startswith(node):
+            if isinstance(flight, ModelCallInFlight) and str(flight.location).startswith(node):
                 flight.turn.failed(error)
                 one.leave()
 
@@ -345,12 +345,12 @@ class GraphRun(Session):
         """Note that the graph or chain that this run is has ended, and whether it waits."""
         self.leave(error)
         if self.graph_call is not None:
-            at_breakpoint, writes, place = self.graph_call.left()
+            at_breakpoint, writes, location = self.graph_call.chain_left()
             found = pending(writes)
-            if self.thread is not None and place is not None:
-                self.thread.moved(place)
-            asked = any(not is_budget_interrupt(one) for one in found)
-            self.waits = asked or is_drained(error) or (at_breakpoint and not found)
+            if self.thread is not None and location is not None:
+                self.thread.moved(location)
+            requested = any(not is_budget_interrupt(one) for one in found)
+            self.waits = requested or is_drained(error) or (at_breakpoint and not found)
 
     def leave(self, error: BaseException | None) -> None:
         """Settle what reported no end, and forget every id."""
@@ -419,7 +419,7 @@ class GraphRun(Session):
 
 
 OWNERS: Final[dict[int | str, Stretch]] = {}
-"""What goes on, by the run id of LangChain's: of the innermost run around it."""
+"""The runs that go on, by LangChain's run id: of the innermost run that holds it."""
 
 
 def record_of(run_id: RunId | None) -> Stretch | None:
@@ -438,15 +438,17 @@ def owner_of(
     if record is None and OWNERS:
         record = record_of(surrounding_run_id())
     known = None if record is None else record.graph_run
-    around = frame.graph_run if type(frame) is Stretch else _run_of(frame)
-    if known is None and around is None and parent_run_id is not None:
+    enclosing = frame.graph_run if type(frame) is Stretch else _run_of(frame)
+    if known is None and enclosing is None and parent_run_id is not None:
         known = _outlived()
-    if known is None or (around is not None and around is not known and around.is_below(known)):
-        return around
+    if known is None or (
+        enclosing is not None and enclosing is not known and enclosing.is_below(known)
+    ):
+        return enclosing
     return known
 
 
-def run_around() -> GraphRun | None:
+def current_run() -> GraphRun | None:
     """Return the run of this adapter that the code is a part of, by its frame."""
     return _run_of(current())
 
@@ -455,7 +457,7 @@ def _run_of(frame: Frame | None) -> GraphRun | None:
     while frame is not None:
         if type(frame) is Stretch:
             return frame.graph_run
-        frame = frame.above
+        frame = frame.parent
     return None
 
 
@@ -471,11 +473,11 @@ def is_counted_below(graph_run: GraphRun, frame: Frame | None) -> bool:
     """Return whether a run of another adapter, inside this one, counts the calls in a frame."""
     if frame is None or type(frame) is Stretch or frame.run is None:
         return False
-    above = frame.run.above
-    while above is not None:
-        if above.run is graph_run.run:
+    parent = frame.run.parent
+    while parent is not None:
+        if parent.run is graph_run.run:
             return True
-        above = above.above
+        parent = parent.parent
     return False
 
 

@@ -160,19 +160,19 @@ class GraphCall:
         self.graph: Any = frame.f_locals["self"]
         self.config: Any = frame.f_locals.get("config")
 
-    def left(self) -> tuple[bool, list[Any], Any]:
+    def chain_left(self) -> tuple[bool, list[Any], Any]:
         """Release the call; return whether it is at a breakpoint, its writes, and checkpoint."""
         frame, self._frame = self._frame, None
         loop: Any = None if frame is None else frame.f_locals.get("loop")
         status = str(getattr(loop, "status", "done"))
-        place = getattr(loop, "checkpoint_config", None)
+        found_at = getattr(loop, "checkpoint_config", None)
         if status == "done":
-            return False, [], place
+            return False, [], found_at
         # The calls of a workflow ask nobody: it does, once it has come to their answer.
         tasks: dict[str, Any] = getattr(loop, "tasks", {})
         calls = {n for n, one in tasks.items() if one.path[0] == PUSH and one.path[-1] is True}
         writes = [one for one in loop.checkpoint_pending_writes if one[0] not in calls]
-        return status.startswith("interrupt_"), writes, place
+        return status.startswith("interrupt_"), writes, found_at
 
 
 def graph_call() -> GraphCall | None:
@@ -202,7 +202,7 @@ def graph_of_manager() -> Any:
     return cast("Any", found) if isinstance(found, Pregel) else None
 
 
-class Asked(NamedTuple):
+class CurrentRequest(NamedTuple):
     """The request of a model whose start hook is running, as far as it is known.
 
     Settings and messages are the very objects that go on to the provider's package. Where several
@@ -215,19 +215,19 @@ class Asked(NamedTuple):
     messages: list[Any] | None = None
 
 
-def request_around(parameters: Any) -> Asked:
+def current_request(parameters: Any) -> CurrentRequest:
     """Return the request whose start hook is running, with what the hook is told of it."""
-    told: Mapping[str, Any] = parameters or _NOTHING
+    known: Mapping[str, Any] = parameters or _NOTHING
     frame = _frame_of(_CALLS, "kwargs", _NEAREST)
     if frame is None:
-        return Asked(told)
+        return CurrentRequest(known)
     values: Any = frame.f_locals
     settings, messages = values["kwargs"], values.get("messages")
     # Told apart by their class, which tells a checker of types nothing of what is in them.
     if messages.__class__ is list and messages and messages[0].__class__ is list:
         messages = messages[0] if len(messages) == 1 else None
-    return Asked(
-        told,
+    return CurrentRequest(
+        known,
         values.get("self"),
         settings if settings.__class__ is dict else None,
         messages if messages.__class__ is list else None,
@@ -295,7 +295,7 @@ class WaitingHook:
 # Configurations
 
 
-def _around() -> Mapping[str, Any]:
+def _current_config() -> Mapping[str, Any]:
     """Return the configuration that code inherits."""
     found: Mapping[str, Any] = _CONFIG.get() or _NOTHING
     return found
@@ -303,8 +303,8 @@ def _around() -> Mapping[str, Any]:
 
 def thread_of(config: Any) -> str | None:
     """Return the id of the thread that a configuration names."""
-    for place in ("configurable", "metadata"):
-        found = part(part(config, place), "thread_id")
+    for found_at in ("configurable", "metadata"):
+        found = part(part(config, found_at), "thread_id")
         if found is not None:
             return str(found)
     return None
@@ -312,18 +312,18 @@ def thread_of(config: Any) -> str | None:
 
 def configuration(config: Any = None) -> Mapping[str, Any]:
     """Return the configurable part of a configuration, of the code's own if none is given."""
-    found: Any = _around() if config is None else config
+    found: Any = _current_config() if config is None else config
     return found.get("configurable") or _NOTHING
 
 
 def surrounding_run_id() -> Any:
     """Return the id of the chain that the code is a part of."""
-    return getattr(_around().get("callbacks"), "parent_run_id", None)
+    return getattr(_current_config().get("callbacks"), "parent_run_id", None)
 
 
 def surrounding_callbacks() -> Any:
     """Return the callbacks that code inherits which is given none."""
-    return _around().get("callbacks") or []
+    return _current_config().get("callbacks") or []
 
 
 def with_callback(callbacks: Any, added: Any) -> Any:
@@ -345,8 +345,8 @@ def parameters_of(model_kind: Any) -> Mapping[str, Any]:
 
 def options_of(model: Any, stop: Any = None) -> Any:
     """Return the options that a model of Ollama's sends; None where it does not tell."""
-    tells = getattr(model, "_chat_params", None)
-    return None if tells is None else tells([], stop)["options"]
+    reads = getattr(model, "_chat_params", None)
+    return None if reads is None else reads([], stop)["options"]
 
 
 class ToolCallRefused(ToolInvocationError):

@@ -40,7 +40,7 @@ from budgetguard_core.kit import (
     run_streamed,
 )
 from budgetguard_langgraph._endings import (
-    Told,
+    OutcomeHolder,
     ended_by_a_limit,
     question_to,
     remember,
@@ -51,15 +51,15 @@ from budgetguard_langgraph._messages import (
     FOLD,
     addressed,
     answered,
-    asked_in,
     conversation_key,
     has_open_calls,
     holds_another,
     messages_of,
+    stops_and_questions,
     write,
 )
 from budgetguard_langgraph._pauses import Thread, both, called_with, with_outcome
-from budgetguard_langgraph._run import run_around
+from budgetguard_langgraph._run import current_run
 from budgetguard_langgraph._seams import (
     CHECKPOINTER,
     FRAMEWORK_LIMITS,
@@ -82,7 +82,7 @@ RUN_ID: Final = "budgetguard_run_id"
 
 @dataclass(slots=True)
 class Terms:
-    """How a graph is bounded; shared by its copies; `earlier` is the run that is resumed."""
+    """The bounds of a graph, shared by its copies; `earlier` is the run that is resumed."""
 
     envelope: Envelope
     messages_key: str = "messages"
@@ -100,13 +100,13 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
         When it is through, `outcome(stream)` tells how the run ended, in every stream mode.
         """
-        told = options.pop("budgetguard", None) or Told()
-        return told.by(self._stream(self._budgetguard, told, input, config, options))
+        holder = options.pop("budgetguard", None) or OutcomeHolder()
+        return holder.by(self._stream(self._budgetguard, holder, input, config, options))
 
     def _stream(
         self,
         budgets: Sequence[Terms],
-        told: Told | None,
+        holder: OutcomeHolder | None,
         given: Any,
         config: Any,
         options: dict[str, Any],
@@ -115,25 +115,25 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
             yield from self._plain.stream(given, config, **options)
             return
         *inner, terms = budgets
-        call = Session(self, terms, given, config, options, told)
+        call = Session(self, terms, given, config, options, holder)
         yield from run_iterated(call.flow(partial(self._stream, inner, None)))
 
     def astream(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Stream as `stream` does; deadline and abort also end what hangs."""
-        told = options.pop("budgetguard", None) or Told()
-        return told.by(self._astream(self._budgetguard, told, input, config, options))
+        holder = options.pop("budgetguard", None) or OutcomeHolder()
+        return holder.by(self._astream(self._budgetguard, holder, input, config, options))
 
     async def _astream(
         self,
         budgets: Sequence[Terms],
-        told: Told | None,
+        holder: OutcomeHolder | None,
         given: Any,
         config: Any,
         options: dict[str, Any],
     ) -> Any:
         if budgets:
             *inner, terms = budgets
-            call = Session(self, terms, given, config, options, told)
+            call = Session(self, terms, given, config, options, holder)
             stream: Any = run_streamed(call.flow(partial(self._astream, inner, None)), [])
         else:
             stream = self._plain.astream(given, config, **options)
@@ -143,15 +143,15 @@ class BoundedGraph(Pregel[Any, Any, Any, Any]):
 
     def invoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""
-        told = Told()
-        result = self._plain.invoke(input, config, budgetguard=told, **options)
-        return with_outcome_of(self, result, options, told)
+        holder = OutcomeHolder()
+        result = self._plain.invoke(input, config, budgetguard=holder, **options)
+        return with_outcome_of(self, result, options, holder)
 
     async def ainvoke(self, input: Any, config: Any = None, **options: Any) -> Any:
         """Return what the graph does; of a stopped run with a key `stop_reason`."""
-        told = Told()
-        result = await self._plain.ainvoke(input, config, budgetguard=told, **options)
-        return with_outcome_of(self, result, options, told)
+        holder = OutcomeHolder()
+        result = await self._plain.ainvoke(input, config, budgetguard=holder, **options)
+        return with_outcome_of(self, result, options, holder)
 
     def get_state(self, config: Any, *, subgraphs: bool = False) -> StateSnapshot:
         """Return the state of a thread; `outcome` takes it, where a run ended at it."""
@@ -281,27 +281,27 @@ class Session:
         given: Any,
         config: Any,
         options: dict[str, Any],
-        told: Told | None = None,
+        holder: OutcomeHolder | None = None,
     ) -> None:
         self.graph = graph
         self.terms = terms
         self.config: Any = dict(config or {})
         self._given: Any = given
         self._options = options
-        self._told = told
-        around = called_with(graph.config, config)
+        self._reported = holder
+        enclosing = called_with(graph.config, config)
         # As LangGraph puts it together, for a tenant that is looked up in it.
-        self._asked: Any = {**(graph.config or {}), **self.config, "configurable": around}
-        self.nested = TASK in around
+        self._requested: Any = {**(graph.config or {}), **self.config, "configurable": enclosing}
+        self.nested = TASK in enclosing
         own = isinstance(graph.checkpointer, BaseCheckpointSaver)
-        lasting = graph.checkpointer is True and CHECKPOINTER in around
+        lasting = graph.checkpointer is True and CHECKPOINTER in enclosing
         is_kept = (own and not self.nested) or lasting
-        self.checkpointed = is_kept and around.get("thread_id") is not None
-        self._outer = run_around()
-        self.thread = Thread(graph, around, self._outer)
+        self.checkpointed = is_kept and enclosing.get("thread_id") is not None
+        self._outer = current_run()
+        self.thread = Thread(graph, enclosing, self._outer)
         self.address: Any = self.thread.config
         if lasting:
-            self.address["configurable"][CHECKPOINTER] = around[CHECKPOINTER]
+            self.address["configurable"][CHECKPOINTER] = enclosing[CHECKPOINTER]
         self.key = conversation_key(graph, terms.messages_key)
         self._view = View(graph, options, nested=self.nested)
         self._callback = BudgetCallback(terms.envelope, messages_key=terms.messages_key)
@@ -321,15 +321,15 @@ class Session:
         earlier: tuple[Snapshot, int | None] | None = None
         if kept is None and (found := self.terms.earlier) is not None:
             earlier = yield in_thread(lambda: named(found, self.terms.envelope.store))
-        has_left = self._begin(state, kept, earlier)
+        has_open_calls_left = self._begin(state, kept, earlier)
         # LangGraph's own limit ends a run normally only where one is enforced.
         limits = FRAMEWORK_LIMITS if self.graph_run.run.is_enforced else ()
         stops: tuple[type[Exception], ...] = (BudgetExceeded, *limits)
         error: BaseException | None = None
         parts: Parts | None = None
         try:
-            if has_left:
-                yield from self._close_what_was_left()
+            if has_open_calls_left:
+                yield from self._close_open_calls()
             stream = parts_of(self._given, self.config, self._options)
             parts = Parts(self.graph_run, stream, stops)
             while parts.trip is None and (chunk := (yield parts.next)) is not Parts.OVER:
@@ -351,7 +351,7 @@ class Session:
         if self.checkpointed:
             yield from self.thread.leave(self.graph_run.run.guard, outcome)
         run = self.graph_run.run
-        if trip is not None and self.graph_run.goes_through(trip):
+        if trip is not None and self.graph_run.propagates(trip):
             # So that nobody takes the partial result for an answer.
             raise BudgetInterrupt(trip, outcome)
         if run.trip is not None and run.is_to_raise:
@@ -389,7 +389,7 @@ class Session:
         Raises:
             AdapterError: A budget stop is to be answered like a person's approval.
         """
-        stops, questions = asked_in(state, self.thread.waiting)
+        stops, questions = stops_and_questions(state, self.thread.waiting)
         answers, self._given = taken(self._given, questions)
         if getattr(self._given, "resume", None) is not None and (stops or self.thread.was_stopped):
             self._given = addressed(self._given, questions)
@@ -406,7 +406,7 @@ class Session:
         self.graph_run = self._callback.open(
             self._outer,
             self._given,
-            self._asked,
+            self._requested,
             self.thread,
             answers,
             resume=kept,
@@ -434,7 +434,7 @@ class Session:
         listed = new if isinstance(cast("object", new), list | tuple) else [new]
         self._given = {**values, key: [*DIALECT.from_plain(earlier), *listed]}
 
-    def _close_what_was_left(self) -> Flow[None]:
+    def _close_open_calls(self) -> Flow[None]:
         """Close what a stopped run left open on the thread."""
         left = yield both(self.graph.get_state, self.graph.aget_state, self.address)
         self._moved((yield from self._write([FOLD])))
@@ -446,9 +446,9 @@ class Session:
     def _moved(self, config: Any) -> None:
         """Begin at what was written to the thread, where the call names the checkpoint before."""
         self.thread.moved(config)
-        place = self.address["configurable"].get("checkpoint_id")
-        if place is not None:
-            self.config["configurable"] = {**configuration(self.config), "checkpoint_id": place}
+        position = self.address["configurable"].get("checkpoint_id")
+        if position is not None:
+            self.config["configurable"] = {**configuration(self.config), "checkpoint_id": position}
 
     def _killed(self, state: StateSnapshot) -> tuple[Snapshot | None, int | None]:
         """Take up the counters of a process that ended without a word, with all that it used.
@@ -534,7 +534,7 @@ class Session:
         if not messages:
             whole = self._closing = [ending.message]
         self._values = self._shown(self._view.of_state(values), whole, trip)
-        graph_run.tell(trip)
+        graph_run.notify(trip)
         if state is not None and self.key is not None and not is_workflow:
             written = yield from self._write(write(self.graph, self.key, whole))
             self.thread.moved(written)
@@ -574,9 +574,9 @@ class Session:
                 ended_by_a_limit(graph_run, messages)
         outcome = yield from graph_run.ended(messages, trip, waits=waits)
         remember(self._values, self.key or self.terms.messages_key, outcome)
-        if self._told is not None:
-            self._told.is_on_messages = bool(outcome.messages) and self.key is not None
-            self._told.take(outcome)
+        if self._reported is not None:
+            self._reported.is_on_messages = bool(outcome.messages) and self.key is not None
+            self._reported.take(outcome)
         return outcome
 
     def _fail(self, error: BaseException) -> Flow[None]:

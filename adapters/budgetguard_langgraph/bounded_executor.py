@@ -22,7 +22,7 @@ from budgetguard_core.kit import (
     synthetic_text,
 )
 from budgetguard_langgraph._endings import with_own_outcome
-from budgetguard_langgraph._run import run_around
+from budgetguard_langgraph._run import current_run
 from budgetguard_langgraph._seams import surrounding_callbacks, with_callback
 from budgetguard_langgraph._view import Parts
 from budgetguard_langgraph.callback import BudgetCallback
@@ -60,11 +60,11 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
     ) -> Flow[dict[str, Any]]:
         callback = BudgetCallback(self._envelope)
         callback.ends_elsewhere = True
-        mine = callback.open(run_around(), given, config)
+        mine = callback.open(current_run(), given, config)
         run = mine.run
-        around: dict[str, Any] = dict(config or {})
-        callbacks = around.get("callbacks") or surrounding_callbacks()
-        attached = {**around, "callbacks": with_callback(callbacks, callback)}
+        enclosing: dict[str, Any] = dict(config or {})
+        callbacks = enclosing.get("callbacks") or surrounding_callbacks()
+        attached = {**enclosing, "callbacks": with_callback(callbacks, callback)}
         steps: list[Any] = []
         result: dict[str, Any] = {}
         trip: Trip | None = None
@@ -100,7 +100,7 @@ class BoundedExecutor(Runnable[dict[str, Any], dict[str, Any]]):
         if output is not None:
             messages.append(AIMessage(str(output), response_metadata=marks))
         outcome = self.outcome = yield from mine.ended(messages)
-        if trip is not None and (run.is_to_raise or mine.goes_through(trip)):
+        if trip is not None and (run.is_to_raise or mine.propagates(trip)):
             raise BudgetExceeded(trip, outcome)
         return with_own_outcome(ended, outcome)
 

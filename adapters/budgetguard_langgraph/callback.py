@@ -47,10 +47,10 @@ from budgetguard_langgraph._run import (
 from budgetguard_langgraph._seams import (
     WaitingHook,
     configuration,
+    current_request,
     graph_call,
     is_step,
     probe,
-    request_around,
     thread_of,
 )
 from budgetguard_langgraph.interrupts import ANSWERED, is_refusal
@@ -88,11 +88,11 @@ class BudgetCallback(BaseCallbackHandler):
     run_inline = True
 
     ends_elsewhere = False
-    """Whether its one run was opened and is ended by somebody else."""
+    """True if its one run was opened and is ended by somebody else."""
     is_found = False
-    """Whether LangChain finds it by where the code is, as nobody passes it on."""
+    """True if LangChain finds it by the current context, as nobody passes it on."""
     ends_in_a_node = False
-    """Whether a node of the graph itself writes it, which has to start for that."""
+    """True if a node of the graph itself writes it, which has to start for that."""
 
     def __init__(
         self,
@@ -135,16 +135,19 @@ class BudgetCallback(BaseCallbackHandler):
         **_: Any,
     ) -> Flow[None] | None:
         """Note whose run a chain belongs to, and start no step of a run that was stopped."""
-        opened = self._last
-        if self.ends_elsewhere and opened is not None and opened.root is None:
-            opened.root, opened.graph_call = run_id, graph_call()  # the first is the graph itself
+        open_call = self._last
+        if self.ends_elsewhere and open_call is not None and open_call.root is None:
+            open_call.root, open_call.graph_call = (
+                run_id,
+                graph_call(),
+            )  # the first is the graph itself
         frame = current()
         known = record_of(run_id)
         owner = owner_of(known or record_of(parent_run_id), parent_run_id, frame)
         mine = owner
         if owner is not None and owner.opener is not self:
-            mine = owner.opened_by(self)
-        if mine is None and not self._stands_back(owner):
+            mine = owner.run_of(self)
+        if mine is None and not self._skips(owner):
             return self._begin(run_id, inputs, owner, metadata, tags, parent_run_id)
         if owner is None:
             return None
@@ -153,10 +156,10 @@ class BudgetCallback(BaseCallbackHandler):
         if mine is not owner and known is not None:
             return None
         is_inside = type(frame) is Stretch and frame.graph_run is owner and frame.call is None
-        around = None if frame is None else frame.call
-        if type(frame) is Stretch and type(around) is not OpenToolCall:
-            around = None  # only a tool call keeps the frame of its body alive
-        step = Stretch(owner, run_id, around)
+        enclosing = None if frame is None else frame.call
+        if type(frame) is Stretch and type(enclosing) is not OpenToolCall:
+            enclosing = None  # only a tool call keeps the frame of its body alive
+        step = Stretch(owner, run_id, enclosing)
         # Only below the root: what reads a stream from outside is no part of the run.
         is_below = mine is owner and run_id is not owner.root
         if is_below and not is_inside and not is_counted_below(owner, frame):
@@ -164,17 +167,17 @@ class BudgetCallback(BaseCallbackHandler):
         return None
 
     def _start_step(
-        self, owner: GraphRun, above: RunId | None, metadata: Mapping[str, Any] | None
+        self, owner: GraphRun, parent_id: RunId | None, metadata: Mapping[str, Any] | None
     ) -> None:
         """Raise where a step of a run begins that was stopped, whatever its node calls."""
-        if (self.ends_in_a_node or owner.ends_in_a_node) and above == owner.root:
+        if (self.ends_in_a_node or owner.ends_in_a_node) and parent_id == owner.root:
             return
-        told = metadata or {}
-        if owner.resumed and owner.goes_on_with(above, told.get("langgraph_step")):
+        details = metadata or {}
+        if owner.resumed and owner.goes_on_with(parent_id, details.get("langgraph_step")):
             return
         trip = owner.has_to_end()
         if trip is not None:
-            owner.next_step = owner.next_step or f"run the node {told.get('langgraph_node')}"
+            owner.next_step = owner.next_step or f"run the node {details.get('langgraph_node')}"
             raise _endings.stop(owner, trip, ())
 
     def _end_chain(self, outputs: Any, *, run_id: UUID, **_: Any) -> Flow[None] | None:
@@ -199,7 +202,7 @@ class BudgetCallback(BaseCallbackHandler):
         if record is None:
             return None
         owner = record.graph_run
-        if owner.opener is not self and owner.opened_by(self) is None:
+        if owner.opener is not self and owner.run_of(self) is None:
             return None
         record.leave()
         # The first callback that hears of it ends all runs that are this call.
@@ -247,8 +250,10 @@ class BudgetCallback(BaseCallbackHandler):
         mine = self._counting(run_id, parent_run_id)
         if mine is None:
             return None
-        asked = request_around(invocation_params)
-        return self._ask_model(mine, run_id, parent_run_id, prompts, asked, metadata, batch_size)
+        requested = current_request(invocation_params)
+        return self._ask_model(
+            mine, run_id, parent_run_id, prompts, requested, metadata, batch_size
+        )
 
     def _ask_model(
         self, mine: GraphRun, run_id: RunId, parent: RunId | None, prompts: Any, *facts: Any
@@ -299,8 +304,8 @@ class BudgetCallback(BaseCallbackHandler):
         if mine is None:
             return None
         name: str = (serialized or {}).get("name") or ""
-        told = given if inputs is None else inputs
-        return self._ask_tool(mine, run_id, name, told, tool_call_id, metadata or {})
+        details = given if inputs is None else inputs
+        return self._ask_tool(mine, run_id, name, details, tool_call_id, metadata or {})
 
     def _ask_tool(self, mine: GraphRun, *facts: Any) -> Flow[None]:
         refused = yield from _calls.start_tool_call(mine, *facts)
@@ -331,7 +336,7 @@ class BudgetCallback(BaseCallbackHandler):
         owner: GraphRun | None,
         metadata: dict[str, Any] | None,
         tags: list[str] | None,
-        above: RunId | None,
+        parent_id: RunId | None,
     ) -> Flow[None]:
         call = graph_call()
         thread, kept, answers = None, None, {}
@@ -344,14 +349,14 @@ class BudgetCallback(BaseCallbackHandler):
                 answers = taken(given, thread.waiting)[0]
             if getattr(given, "resume", None) is not None and thread.asks_nobody:
                 raise AdapterError(ANSWERED)
-        around = current()
-        inside = owner is None or (around is not None and around.run is owner.run)
+        enclosing = current()
+        inside = owner is None or (enclosing is not None and enclosing.run is owner.run)
         with nullcontext() if inside or owner is None else entered(owner.run.frame()):
             mine = self.open(owner, given, config, thread, answers, resume=kept)
         mine.root, mine.graph_call = run_id, call
         Stretch(mine, run_id)
         if is_step(tags):
-            self._start_step(mine, above, metadata)
+            self._start_step(mine, parent_id, metadata)
 
     def open(
         self,
@@ -392,12 +397,12 @@ class BudgetCallback(BaseCallbackHandler):
         if self.is_found:
             self._last = None
 
-    def _stands_back(self, owner: GraphRun | None) -> bool:
+    def _skips(self, owner: GraphRun | None) -> bool:
         """Return whether what is opened inside is left to others: it is a part of the guard."""
         guard = self.envelope.budget
         if owner is None or not self.is_found or not isinstance(guard, Guard):
             return False
-        return any(guard in one.lineage for one in owner.run.guards)
+        return any(guard in one.ancestry for one in owner.run.guards)
 
     def _own_loose_run(self) -> GraphRun:
         """Return the run of models and tools that are called on their own."""
@@ -413,9 +418,9 @@ class BudgetCallback(BaseCallbackHandler):
         owner = owner_of(known or record_of(parent_run_id), parent_run_id, frame)
         mine = owner
         if owner is not None and owner.opener is not self:
-            mine = owner.opened_by(self)
+            mine = owner.run_of(self)
         if mine is None:
-            if self._stands_back(owner):
+            if self._skips(owner):
                 return None
             mine = self._run_in(owner)
         elif mine is not owner:

@@ -62,8 +62,8 @@ def is_budget_interrupt(interrupt: Any) -> bool:
 
 def is_stop_below(error: BaseException) -> bool:
     """Return whether a graph inside was stopped: LangGraph makes one interrupt of several stops."""
-    asked: Any = error.args[0] if isinstance(error, GraphInterrupt) and error.args else ()
-    return bool(asked) and all(is_budget_interrupt(one) for one in asked)
+    requested: Any = error.args[0] if isinstance(error, GraphInterrupt) and error.args else ()
+    return bool(requested) and all(is_budget_interrupt(one) for one in requested)
 
 
 def is_refusal(error: BaseException) -> bool:

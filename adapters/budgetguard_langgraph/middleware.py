@@ -74,7 +74,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         self, budget: Budget | Guard | Envelope | None = None, **options: Unpack[EnvelopeOptions]
     ) -> None:
         super().__init__()
-        self._around = budget is None
+        self._enclosing = budget is None
         envelope = envelope_of(budget, default=Budget(), **options)
         self.callback = BudgetCallback(envelope)
         self.callback.is_found = self.callback.ends_in_a_node = True
@@ -85,7 +85,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
     def before_agent(self, state: BudgetState, runtime: Any) -> dict[str, Any] | None:
         """Begin a run: it was not stopped yet."""
         frame = current()
-        if self._around and frame is None and owner_of(None, None, frame) is None:
+        if self._enclosing and frame is None and owner_of(None, None, frame) is None:
             raise AdapterError(
                 "BudgetMiddleware needs a guard, got none. Pass a budget, or run the agent "
                 "in `with guard.activate():`."
@@ -138,9 +138,9 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         owner = owner_of(None, None, current())
         if owner is None:
             return None
-        if self._around:
+        if self._enclosing:
             return owner
-        return owner.opened_by(self.callback)
+        return owner.run_of(self.callback)
 
     @contextmanager
     def _watched(self) -> Generator[None]:
@@ -159,12 +159,12 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         messages: list[BaseMessage] = list(request.messages)
         mine = self._mine()
         is_over = is_synthetic(messages[-1] if messages else None)
-        if mine is None or is_over or mine.goes_through(stop.trip):
+        if mine is None or is_over or mine.propagates(stop.trip):
             # The second: something goes on after the end; the graph is stopped where it is. The
             # third: it is the stop of a run around this one, which ends.
             raise stop
-        told: Any = request.system_message
-        system = () if told is None else (told,)
+        known: Any = request.system_message
+        system = () if known is None else (known,)
         mine.stop(stop.trip)
         ending = yield from mine.close(messages, question_to(mine, request.model, system))
         mine.ending = None  # that of this agent, which may be one of several in its run
@@ -177,7 +177,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
         trip: Any = getattr(stop, "trip", None)
         if mine is not None and trip is None and is_stop_below(stop):
             trip = mine.run.stopped_by
-        if mine is None or trip is None or mine.goes_through(trip):
+        if mine is None or trip is None or mine.propagates(trip):
             raise stop
         call = request.tool_call
         return ToolMessage(
@@ -187,7 +187,7 @@ class BudgetMiddleware(AgentMiddleware[BudgetState, Any]):
 
 def _callback_of(graph: Any) -> BudgetCallback | None:
     found = middleware_of(graph, BudgetMiddleware)
-    if found is None or found._around:  # noqa: SLF001 - its own
+    if found is None or found._enclosing:  # noqa: SLF001 - its own
         return None
     return cast("BudgetCallback", found.callback)
 

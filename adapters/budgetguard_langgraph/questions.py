@@ -71,14 +71,14 @@ def taken(given: Any, waiting: Sequence[Interrupt]) -> tuple[dict[str, Any], Any
     Returns:
         The answers by the run that has asked, and the input without them.
     """
-    asked = {one.id: one.value for one in waiting}
-    ours = {id_: value["run_id"] for id_, value in asked.items() if _is_ours(value)}
+    requested = {one.id: one.value for one in waiting}
+    ours = {id_: value["run_id"] for id_, value in requested.items() if _is_ours(value)}
     answer: Any = getattr(given, "resume", None)
     if not ours or answer is None:
         return {}, given
-    is_for_all = len(ours) == len(asked) and len({*ours.values()}) == 1
-    by_id: dict[str, Any] = dict.fromkeys(asked, answer) if is_for_all else {}
-    if isinstance(answer, dict) and not asked.keys().isdisjoint(cast("dict[str, Any]", answer)):
+    is_for_all = len(ours) == len(requested) and len({*ours.values()}) == 1
+    by_id: dict[str, Any] = dict.fromkeys(requested, answer) if is_for_all else {}
+    if isinstance(answer, dict) and not requested.keys().isdisjoint(cast("dict[str, Any]", answer)):
         by_id = dict(cast("dict[str, Any]", answer))
     found = {run_id: by_id[id_] for id_, run_id in ours.items() if id_ in by_id}
     rest = {id_: one for id_, one in by_id.items() if id_ not in ours}
@@ -110,13 +110,13 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
         if mine is None or not isinstance(value, dict) or "action_requests" not in value:
             return original(value, **options)
         branch = mine.branch(configuration().get("checkpoint_ns"))
-        asked = cast("dict[str, Any]", value)
+        requested = cast("dict[str, Any]", value)
         calls, places = calls_to_approve()
-        if len(places) != len(asked["action_requests"]):
+        if len(places) != len(requested["action_requests"]):
             return original(value, **options)
         refused = mine.run.refuses_tools([call["name"] for call in calls])
         with mine.lock:
-            return _answered(branch, asked, calls, places, refused, original)
+            return _answered(branch, requested, calls, places, refused, original)
 
     return interrupt
 
@@ -137,33 +137,33 @@ def _answered(
     requests, configs = value["action_requests"], value["review_configs"]
     kept = [
         number
-        for number, place in enumerate(places)
-        if not (refused[place] and "reject" in configs[number]["allowed_decisions"])
+        for number, position in enumerate(places)
+        if not (refused[position] and "reject" in configs[number]["allowed_decisions"])
     ]
     answer: dict[str, Any] = {"decisions": []}
     if kept:
-        asked = {
+        requested = {
             "action_requests": [requests[number] for number in kept],
             "review_configs": [configs[number] for number in kept],
         }
-        answer = ask({**value, **asked})
+        answer = ask({**value, **requested})
         if len(answer["decisions"]) != len(kept):
             return answer
     decisions = dict(zip(kept, answer["decisions"], strict=True))
-    going_on = {place: tool_call(call) for place, call in enumerate(calls)}
+    going_on = {position: tool_call(call) for position, call in enumerate(calls)}
     for number, decision in decisions.items():
-        place, kind = places[number], decision["type"]
+        position, kind = places[number], decision["type"]
         if kind == "reject":
             text = str(decision.get("message") or "rejected")
-            branch.without_body(going_on[place], text, "rejected")
+            branch.without_body(going_on[position], text, "rejected")
         if kind == "edit":
-            edited = {**decision["edited_action"], "id": calls[place]["id"]}
-            going_on[place] = tool_call(edited)
+            edited = {**decision["edited_action"], "id": calls[position]["id"]}
+            going_on[position] = tool_call(edited)
         elif kind != "approve":
-            del going_on[place]
-    by_place = dict(zip(going_on, branch.admitted(list(going_on.values())), strict=True))
+            del going_on[position]
+    by_position = dict(zip(going_on, branch.admitted(list(going_on.values())), strict=True))
     for number in set(range(len(requests))) - set(kept):
-        record = by_place[places[number]]
+        record = by_position[places[number]]
         # A person has rejected another one, whose place it would have.
         refusal = record.refusal or NOT_EXECUTED
         record.taken = True

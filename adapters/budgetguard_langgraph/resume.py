@@ -97,15 +97,15 @@ def _prepared(graph: Any, config: Any, budget: Budget | Guard | Envelope) -> Flo
     # First, as what is wrong with the budget must change nothing on the thread.
     *inner, terms = terms_of(graph) or terms_of(bounded(graph, budget))
     terms = replace(terms, envelope=_instead(terms.envelope, budget))
-    place = {**configuration(graph.config or {}), **configuration(config or {})}
-    saver = Thread(graph, place).saver
+    location = {**configuration(graph.config or {}), **configuration(config or {})}
+    saver = Thread(graph, location).saver
     if saver is None:
-        missing = "no thread_id" if place.get("thread_id") is None else "no checkpointer"
+        missing = "no thread_id" if location.get("thread_id") is None else "no checkpointer"
         raise AdapterError(
             f"resume needs the thread of a graph with a checkpointer, got {missing}. Compile the "
             'graph with one, and pass {"configurable": {"thread_id": ...}} to run and to resume it.'
         )
-    found: dict[str, Any] = {**(config or {}), "configurable": place}
+    found: dict[str, Any] = {**(config or {}), "configurable": location}
     state = yield both(graph.get_state, graph.aget_state, found)
     saved = yield both(saver.get_tuple, saver.aget_tuple, state.config)
     if saved is None:
@@ -169,9 +169,9 @@ def _reopen(
         is_stopped = bool(messages) and is_synthetic(messages[-1])
     if not is_stopped:
         is_changed = any(is_synthetic(one) for one in messages)
-        told = "ended by itself" + ("" if outcome or key else " or was changed since")
-        told = "was changed since it was stopped" if is_changed else told
-        raise _unfit("a thread that a budget stopped", f"one that {told}")
+        folded_messages = "ended by itself" + ("" if outcome or key else " or was changed since")
+        folded_messages = "was changed since it was stopped" if is_changed else folded_messages
+        raise _unfit("a thread that a budget stopped", f"one that {folded_messages}")
     newest = before = next((one for one in past if _source(one) != "update"), None)
     by_itself = before is not None and _has_ended(before, key)
     if by_itself:
@@ -180,11 +180,11 @@ def _reopen(
     if before is None or not before.next or (by_itself and len(before.tasks) > 1):
         raise _unfit("the checkpoint at which a thread was stopped", "a thread without it")
     earlier = messages_of(before.values, key)
-    left = [task.name for task in before.tasks if task.result is None and not task.error]
-    if key is not None and left and has_open_calls(earlier):
+    open_tasks_of = [task.name for task in before.tasks if task.result is None and not task.error]
+    if key is not None and open_tasks_of and has_open_calls(earlier):
         # The refused calls have their answers, so what comes after their node is next.
         value = _without_the_end(graph, key, messages, earlier)
-        update = [[StateUpdate(value if key == ROOT else {key: value}, left[0])]]
+        update = [[StateUpdate(value if key == ROOT else {key: value}, open_tasks_of[0])]]
         yield both(graph.bulk_update_state, graph.abulk_update_state, config, update)
         return
     folded = newest if by_itself else past[past.index(before) - 1]
@@ -205,8 +205,11 @@ def _has_ended(state: StateSnapshot, key: str | None) -> bool:
 
 def _was_edited(state: StateSnapshot, folded: StateSnapshot, key: str) -> bool:
     """Return whether a thread holds more than a run wrote when it ended (`folded`)."""
-    messages, told = messages_of(state.values, key), messages_of(folded.values, key)
-    if len(messages) > len(told) + 1 or messages[:-1] != told[: len(messages) - 1]:
+    messages, folded_messages = messages_of(state.values, key), messages_of(folded.values, key)
+    if (
+        len(messages) > len(folded_messages) + 1
+        or messages[:-1] != folded_messages[: len(messages) - 1]
+    ):
         return True
     if key == ROOT:
         return False
@@ -259,26 +262,33 @@ def _carry(graph: Any, saver: Any, before: StateSnapshot, saved: Any, copy: Any)
     for task, written in writes.items():
         yield both(saver.put_writes, saver.aput_writes, copy, written, task)
     for old, new in pairs:
-        inner, place = old.state, new.state
+        inner, location = old.state, new.state
         if old.id in done or not isinstance(inner, StateSnapshot):
             continue
         kept = yield both(saver.get_tuple, saver.aget_tuple, inner.config)
-        if kept is not None and isinstance(place, StateSnapshot):
-            moved = _placed(kept, copied, place)
+        if kept is not None and isinstance(location, StateSnapshot):
+            moved = _placed(kept, copied, location)
             if moved is not None:
                 there = yield both(saver.put, saver.aput, *moved)
                 yield from _carry(graph, saver, inner, kept, there)
 
 
-def _placed(kept: Any, around: StateSnapshot, place: StateSnapshot) -> tuple[Any, ...] | None:
+def _placed(
+    kept: Any, parent_state: StateSnapshot, location: StateSnapshot
+) -> tuple[Any, ...] | None:
     """Return what a saver takes to keep a subgraph's checkpoint for the task in the copy."""
-    parent, own = configuration(around.config), configuration(place.config)
+    parent, own = configuration(parent_state.config), configuration(location.config)
     namespace = own["checkpoint_ns"]
     # The first: it has a history of its own. The second: its state is not in one checkpoint.
     if namespace == kept.config["configurable"]["checkpoint_ns"] or kept.metadata.get(_DELTAS):
         return None
-    above = dict((around.metadata or {}).get("parents") or {})
-    above[parent.get("checkpoint_ns", "")] = parent["checkpoint_id"]
+    parents = dict((parent_state.metadata or {}).get("parents") or {})
+    parents[parent.get("checkpoint_ns", "")] = parent["checkpoint_id"]
     address = {"thread_id": own["thread_id"], "checkpoint_ns": namespace}
     versions = dict(kept.checkpoint["channel_versions"])
-    return {"configurable": address}, kept.checkpoint, {**kept.metadata, "parents": above}, versions
+    return (
+        {"configurable": address},
+        kept.checkpoint,
+        {**kept.metadata, "parents": parents},
+        versions,
+    )

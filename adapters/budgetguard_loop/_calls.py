@@ -9,7 +9,7 @@ from typing import Any, Self
 from budgetguard_core import AdapterError, BudgetExceeded, Trip, kit
 from budgetguard_loop import _history as history
 from budgetguard_loop._history import Message
-from budgetguard_loop._reply import is_in_turn, said_by
+from budgetguard_loop._reply import facts_of, is_in_turn
 from budgetguard_loop._settings import is_async
 
 
@@ -94,23 +94,23 @@ class AdmittedModelCall:
             model: The model that was really called.
             cost_usd: What the provider says it cost; read from the response if left out.
         """
-        opened = self._opened()
+        open_call = self._open_call()
         usage = kit.token_usage(response)
-        said = said_by(response, usage)
+        reply = facts_of(response, usage)
         self._run.answered(
-            opened,
+            open_call,
             usage,
-            text=said.text,
+            text=reply.text,
             # Who does not send it to the fallback model pays for the model that answered.
-            model=model or (kit.part(response, "model") if opened.fallback_model else None),
+            model=model or (kit.part(response, "model") if open_call.fallback_model else None),
             cost_usd=cost_usd or kit.reported_cost(response),
-            final=said.is_final and is_in_turn(self._run, said.text, self._messages),
+            final=reply.is_final and is_in_turn(self._run, reply.text, self._messages),
         )
         self._prompt.measured(usage)
-        if said.is_cut:
-            self._run.cut_short(opened)
+        if reply.is_cut:
+            self._run.cut_short(open_call)
 
-    def _opened(self) -> kit.OpenModelCall:
+    def _open_call(self) -> kit.OpenModelCall:
         if self._open is None:
             raise AdapterError("a model call is settled inside its block. Use it in `with`.")
         return self._open
@@ -119,8 +119,8 @@ class AdmittedModelCall:
         return self._begin(self._run.wait(self._ask()))
 
     async def __aenter__(self) -> Self:
-        asked = await kit.run_awaited(self._run.ask(self._ask))
-        return self._begin(await self._run.wait_async(asked))
+        found = await kit.run_awaited(self._run.ask(self._ask))
+        return self._begin(await self._run.wait_async(found))
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
@@ -142,9 +142,9 @@ class AdmittedModelCall:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._inside.__exit__()
         if error is None:
-            self._run.charge_reserved(self._opened())
+            self._run.charge_reserved(self._open_call())
         else:
-            self._run.failed(self._opened(), error)
+            self._run.failed(self._open_call(), error)
 
 
 class AdmittedToolCall:
@@ -273,7 +273,7 @@ class ToolCalls(list[AdmittedToolCall]):
 
     def __init__(self, run: kit.Run, calls: Iterable[Any]) -> None:
         self._run = run
-        self._batch = run.batch([asked for call in calls if (asked := _wanted(call)) is not None])
+        self._batch = run.batch([found for call in calls if (found := _wanted(call)) is not None])
         super().__init__(AdmittedToolCall(run, call) for call in self._batch)
 
     def __enter__(self) -> Self:

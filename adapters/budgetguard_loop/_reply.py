@@ -27,11 +27,11 @@ class ModelReply:
     message: Mapping[str, Any]
     """The assistant message in the format of chat completions: `content`, `tool_calls`."""
     usage: kit.TokenUsage | None = None
-    """What the provider reported; None: it is estimated from the text."""
+    """The usage that the provider reported; None: it is estimated from the text."""
     model: str | None = None
     """The model that was really called, if the provider says so."""
     cost_usd: Decimal | None = None
-    """What the provider says it cost, used in place of the price book."""
+    """The cost that the provider reports, used in place of the price book."""
     is_cut: bool = False
     """The answer ended at the completion bound of its request (`finish_reason` is `length`)."""
 
@@ -45,10 +45,10 @@ def read_reply(answer: Any) -> ModelReply:
     message, is_cut = _message_in(answer)
     if isinstance(answer, ModelReply):
         return replace(answer, message=message)
-    told = kit.parts_of(answer)
-    if told("choices") is None:
+    known = kit.parts_of(answer)
+    if known("choices") is None:
         return ModelReply(message=message)
-    model = told("model")
+    model = known("model")
     return ModelReply(
         message=message,
         usage=kit.token_usage(answer),
@@ -78,7 +78,7 @@ def _message_in(answer: Any) -> tuple[Message, bool]:
     return _assistant(answer), False
 
 
-class Said(NamedTuple):
+class ReplyFacts(NamedTuple):
     """The content of a response, or of a chunk of one."""
 
     text: str
@@ -94,7 +94,7 @@ class Said(NamedTuple):
         return bool(self.text) and not self.asks
 
 
-def said_by(response: Any, usage: kit.TokenUsage | None = None) -> Said:
+def facts_of(response: Any, usage: kit.TokenUsage | None = None) -> ReplyFacts:
     """Read what a response of any shape says, as far as it can be told.
 
     Args:
@@ -102,7 +102,7 @@ def said_by(response: Any, usage: kit.TokenUsage | None = None) -> Said:
         usage: What it reports; a reply that asks for tools needs no estimate then.
     """
     if response is None:
-        return Said("", asks=False, is_cut=False)
+        return ReplyFacts("", asks=False, is_cut=False)
     try:
         message, is_cut = _message_in(response)
     except AdapterError:
@@ -110,12 +110,12 @@ def said_by(response: Any, usage: kit.TokenUsage | None = None) -> Said:
         blocks: list[Any] = [*content] if isinstance(content, list | tuple) else []
         asks = any(kit.part(block, "type") == "tool_use" for block in blocks)
         cut = kit.part(response, "stop_reason") == "max_tokens" and not asks
-        return Said(result_text(response), asks=asks, is_cut=cut)
+        return ReplyFacts(result_text(response), asks=asks, is_cut=cut)
     calls, text = message.get("tool_calls"), message_text(message)
     if calls:
         is_measured = usage is not None and usage.output_tokens and not usage.estimated
         text = "" if is_measured else text + str(calls)
-    return Said(text, asks=bool(calls), is_cut=is_cut and not calls)
+    return ReplyFacts(text, asks=bool(calls), is_cut=is_cut and not calls)
 
 
 def is_in_turn(run: kit.Run, text: str, prompt: Iterable[Any]) -> bool:
@@ -125,28 +125,28 @@ def is_in_turn(run: kit.Run, text: str, prompt: Iterable[Any]) -> bool:
     conversation: its prompts hold no earlier reply. Where the prompt is not given, a long answer
     counts.
     """
-    said = _REPLIES.setdefault(run, deque(maxlen=_REPLIES_KEPT))
-    before = set(said)
-    said.append(text.strip())
+    replies = _REPLIES.setdefault(run, deque(maxlen=_REPLIES_KEPT))
+    before = set(replies)
+    replies.append(text.strip())
     texts = [content_text(kit.part(one, "content") or one) for one in prompt]
     is_known = not before or any(one.strip() in before for one in texts)
     return is_known or (not texts and len(text) >= _LONG)
 
 
-def said_by_chunk(chunk: Any) -> Said:
+def facts_of_chunk(chunk: Any) -> ReplyFacts:
     """Read what a chunk of a stream adds."""
     if isinstance(chunk, str):
-        return Said(chunk, asks=False, is_cut=False)
+        return ReplyFacts(chunk, asks=False, is_cut=False)
     choices = kit.part(chunk, "choices")
     if not isinstance(choices, _LISTS):
         text = str(kit.part(kit.part(chunk, "delta"), "text") or "")
         cut = kit.part(kit.part(chunk, "delta"), "stop_reason") == "max_tokens"
-        return Said(text, asks=False, is_cut=cut)
+        return ReplyFacts(text, asks=False, is_cut=cut)
     delta = kit.part(choices[0], "delta") if choices else None
     calls = kit.part(delta, "tool_calls")
     cut = bool(choices) and kit.part(choices[0], "finish_reason") == "length"
     text = content_text(kit.part(delta, "content")) + str(calls or "")
-    return Said(text, asks=bool(calls), is_cut=cut)
+    return ReplyFacts(text, asks=bool(calls), is_cut=cut)
 
 
 class _StreamedCall:
@@ -207,9 +207,9 @@ class StreamedReply:
             self._is_cut |= kit.part(choice, "finish_reason") == "length"
             delta = kit.part(choice, "delta")
             self._pieces.append(content_text(kit.part(delta, "content")))
-            for place, piece in enumerate(kit.part(delta, "tool_calls") or ()):
+            for position, piece in enumerate(kit.part(delta, "tool_calls") or ()):
                 index, own = kit.part(piece, "index"), kit.part(piece, "id")
-                index = place if index is None else index
+                index = position if index is None else index
                 call = self._at.get(index)
                 # Some servers give several calls the same index, each with a name and an id of its
                 # own; others make up an id for each piece, and only the first has a name.

@@ -1,4 +1,4 @@
-"""How a user's function is called: the settings of the call that it takes, and where it runs."""
+"""The call of a user's function: the settings that it takes, and where it runs."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, Trip, kit
 from budgetguard_loop._calls import refusal_of
 from budgetguard_loop._history import result_text
-from budgetguard_loop._reply import Said, is_in_turn, said_by, said_by_chunk
+from budgetguard_loop._reply import ReplyFacts, facts_of, facts_of_chunk, is_in_turn
 from budgetguard_loop._settings import Settings, is_async
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING: Any = object()
 _CUT: Any = object()
-_Asked: TypeAlias = kit.OpenModelCall | kit.OpenToolCall | kit.Stop
+_Requested: TypeAlias = kit.OpenModelCall | kit.OpenToolCall | kit.Stop
 
 
 def guarded(
@@ -100,11 +100,11 @@ class _Call:
         """All that was written so far."""
         return "".join(self.pieces)
 
-    def take(self, said: Said) -> None:
+    def take(self, reply: ReplyFacts) -> None:
         """Take in what a response, or a chunk of one, says."""
-        self.pieces.append(said.text)
-        self.asks |= said.asks
-        self.is_cut = (self.is_cut or said.is_cut) and not self.asks
+        self.pieces.append(reply.text)
+        self.asks |= reply.asks
+        self.is_cut = (self.is_cut or reply.is_cut) and not self.asks
 
 
 def _messages_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -205,9 +205,9 @@ class _Gate:
 
     @contextmanager
     def _admitted(
-        self, run: kit.Run, asked: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, run: kit.Run, requested: _Requested, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Generator[_Call]:
-        call = self._admit(run, asked, args, kwargs)
+        call = self._admit(run, requested, args, kwargs)
         try:
             yield call
         except _CutShort as cut:
@@ -233,45 +233,45 @@ class _Gate:
             )
             may = self._settings.takes_model and "model" not in kwargs
             return run, lambda: run.model_call(call, may_fall_back=may)
-        opened: Any = functools.partial(run.tool_call, function=self.wrapper)
+        open_call: Any = functools.partial(run.tool_call, function=self.wrapper)
         arguments = self._settings.arguments(args, kwargs)
         arguments.pop("self", None)
-        asked = kit.ToolCall(name=self._name, arguments=arguments)
-        return run, functools.partial(opened, asked)
+        requested = kit.ToolCall(name=self._name, arguments=arguments)
+        return run, functools.partial(open_call, requested)
 
     def _admit(
-        self, run: kit.Run, opened: _Asked, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, run: kit.Run, open_call: _Requested, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Call:
-        if isinstance(opened, kit.Stop):
-            raise BudgetExceeded(opened.trip)
-        if isinstance(opened, kit.OpenToolCall):
-            refused = refusal_of(run, opened)
+        if isinstance(open_call, kit.Stop):
+            raise BudgetExceeded(open_call.trip)
+        if isinstance(open_call, kit.OpenToolCall):
+            refused = refusal_of(run, open_call)
             if refused is not None:
                 raise refused
             # The body may call the tool again: that is another call, and not this one seen twice.
-            opened.seen = not hasattr(self._function, "__wrapped__")
-        same = isinstance(opened, kit.OpenModelCall) and not opened.tickets
-        settings = self._settings.for_call(run, opened, args, kwargs, nudges=not same)
-        return _Call(run, opened, settings, _messages_in(args, kwargs))
+            open_call.seen = not hasattr(self._function, "__wrapped__")
+        same = isinstance(open_call, kit.OpenModelCall) and not open_call.tickets
+        settings = self._settings.for_call(run, open_call, args, kwargs, nudges=not same)
+        return _Call(run, open_call, settings, _messages_in(args, kwargs))
 
     def _run(self) -> kit.Run:
         """Return the run that a call from here counts in."""
-        around, envelope = kit.joined(), self._envelope
+        enclosing, envelope = kit.joined(), self._envelope
         if envelope is None:
-            if around is None:
+            if enclosing is None:
                 raise AdapterError(
                     f"{self._name} is guarded by the run that calls it, got a call outside of any. "
                     "Give guarded() a Guard or a Budget, or call it in a bounded block."
                 )
-            return around
-        if around is None:
+            return enclosing
+        if enclosing is None:
             if self._outside is None:
                 self._outside = envelope.open(loose=True)
             return self._outside
-        if isinstance(envelope.budget, Guard) and envelope.budget in around.guard.lineage:
+        if isinstance(envelope.budget, Guard) and envelope.budget in enclosing.guard.ancestry:
             # A sub-agent's call, and that of a run beside another, is charged to it as well.
-            return around
-        return around.part(self, envelope)
+            return enclosing
+        return enclosing.part(self, envelope)
 
     def _settle(
         self, call: _Call, *, error: BaseException | str | None = None, interrupted: bool = False
@@ -296,10 +296,10 @@ class _Gate:
             call.pieces.append(result_text(result))
         elif part_of_it:
             call.usage = kit.merge_usage(call.usage, self._usage(result))
-            call.take(said_by_chunk(result))
+            call.take(facts_of_chunk(result))
         else:
             call.usage = self._usage(result)
-            call.take(said_by(result))
+            call.take(facts_of(result))
 
 
 class _CutShort(Exception):

@@ -11,7 +11,7 @@ with required("The OpenAI Agents SDK", module="agents", extra="openai-agents"):
         bounded_run_streamed,
         bounded_run_sync,
         outcome,
-        unsent_input,
+        pending_input,
     )
 
 # Importing is enough for `guard.activate()`; without a budget in force nothing changes.
@@ -25,6 +25,6 @@ __all__ = [
     "bounded_run_sync",
     "install",
     "outcome",
+    "pending_input",
     "uninstall",
-    "unsent_input",
 ]

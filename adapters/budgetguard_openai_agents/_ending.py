@@ -70,7 +70,7 @@ class Ending:
         except BaseException as raised:
             work.cancel()  # whoever cancels the run may do it before anybody waits for its work
             error = await self._known_better(raised, work)
-            trip = recorder.left_by(error)
+            trip = recorder.stop_of(error)
             if trip is None:
                 await self._fail(error)
                 raise
@@ -118,10 +118,10 @@ class Ending:
         if recorder.run.trip is None or result.final_output is None:
             return False
         refused = [
-            one.opened.answer
+            one.open_call.answer
             for turn in recorder.turns[-1:]
-            for one in turn.asked
-            if one.partial is not None or one.opened.refusal is not None
+            for one in turn.requested
+            if one.partial is not None or one.open_call.refusal is not None
         ]
         return result.final_output not in refused
 
@@ -212,10 +212,10 @@ class Ending:
         if answer is None and recorder.handler is not None and _is_typed(recorder.agent):
             answer, output = await self._handled(trip, data, whole, responses)
         text = answer or kit.synthetic_text(run.guard)
-        if answer is None and run.above is not None and run.above.run is not None:
+        if answer is None and run.parent is not None and run.parent.run is not None:
             # A run around also gets what its sub-agent had said so far.
-            said = agents.ItemHelpers.text_message_outputs(whole[len(recorder.earlier) :])
-            text = f"{said}\n\n{text}" if said else text
+            written = agents.ItemHelpers.text_message_outputs(whole[len(recorder.earlier) :])
+            text = f"{written}\n\n{text}" if written else text
         metadata = kit.synthetic_metadata(run.guard, trip, finalized=run.finalized)
         closing.append(synthetic_message(data.last_agent, text, metadata))
         return output if _is_typed(recorder.agent) else text
@@ -250,7 +250,7 @@ class Ending:
         new = [item.to_input_item() for item in result.new_items]
         # It was in no session yet, though one may have ended with the same words before.
         ends = any(isinstance(one, SyntheticMessage) for one in result.new_items[-1:])
-        said = [new.pop()] if ends else []
+        written = [new.pop()] if ends else []
         try:
             stored = await _sessions.read(session)
             held = self._recorder.withheld
@@ -261,14 +261,14 @@ class Ending:
                     stored.pop()
             if _seams.is_state(self._given):
                 history = result.to_input_list()
-                compared = _sessions.compare(stored, history[: len(history) - len(said)])
+                compared = _sessions.compare(stored, history[: len(history) - len(written)])
             else:
                 own = agents.ItemHelpers.input_to_new_input_list(self._given)
                 compared = _sessions.compare(stored, [*own, *new])
                 result.input = [*compared.before, *own]
                 if rebuilt:
-                    _seams.drop_items(result, {n - len(own) for n in compared.left_out})
-            await _sessions.patiently(session.add_items([*compared.missing, *said]))
+                    _seams.drop_items(result, {n - len(own) for n in compared.excluded})
+            await _sessions.patiently(session.add_items([*compared.missing, *written]))
         except Exception as error:
             self._recorder.run.guard.tree.report("session", error)
 
@@ -294,11 +294,17 @@ class Ending:
             )
         )
         session.attach(result)
-        above = run.above
-        if found.status == "terminated" and isinstance(above, RunFrame) and above.asked is not None:
+        parent = run.parent
+        if (
+            found.status == "terminated"
+            and isinstance(parent, RunFrame)
+            and parent.requested is not None
+        ):
             # The tool call that it is the body of gets what it had brought.
             final = result.final_output
-            above.asked.partial = _text_of(result.new_items[-1]) if final is None else str(final)
+            parent.requested.partial = (
+                _text_of(result.new_items[-1]) if final is None else str(final)
+            )
         recorder.let_go()
         if not waits and run.trip is not None and run.is_passed_on:
             raise RunStopped(run.trip, found)
@@ -358,21 +364,23 @@ async def _last_answer(
             filtered = own(CallModelData(sent, agent, context))
             sent = await filtered if inspect.isawaitable(filtered) else filtered
         groups = kit.grouped(cast("Any", sent.input))
-        asked: Any = [_plain(one) for (one,) in kit.in_words(groups, kit.RESPONSES)]
+        requested: Any = [_plain(one) for (one,) in kit.in_words(groups, kit.RESPONSES)]
     except Exception as error:
         # Code of the user's: it filters what is sent.
         recorder.run.guard.tree.report("last answer", error)
         return None, None
     name, provider = model_of(agent, config)
-    tokens = kit.Prompt().project(asked, system=sent.instructions, output_schema=agent.output_type)
+    tokens = kit.Prompt().project(
+        requested, system=sent.instructions, output_schema=agent.output_type
+    )
     outputs: list[Any] = [None]
 
-    async def say(opened: kit.OpenModelCall) -> kit.Answer:
+    async def say(open_call: kit.OpenModelCall) -> kit.Answer:
         settings = replace(request["model_settings"], tool_choice=None, parallel_tool_calls=None)
-        set_bound(settings, opened.max_output_tokens, bounds_beside(settings))
+        set_bound(settings, open_call.max_output_tokens, bounds_beside(settings))
         response = await model.get_response(
             system_instructions=sent.instructions,
-            input=asked,
+            input=requested,
             model_settings=settings,
             tools=[],
             output_schema=request["output_schema"],

@@ -30,17 +30,17 @@ class RunStopped(BudgetExceeded, AgentsException):
 class RunFrame(Frame):
     """Code of a run of the SDK; `asked` is the tool call whose body it is."""
 
-    __slots__ = ("asked", "recorder")
+    __slots__ = ("recorder", "requested")
 
-    def __init__(self, recorder: Any, asked: Any = None) -> None:
+    def __init__(self, recorder: Any, requested: Any = None) -> None:
         run = recorder.run
-        call = None if asked is None else asked.opened
-        super().__init__(run.guard, run=run, call=call, above=run.above)
+        call = None if requested is None else requested.open_call
+        super().__init__(run.guard, run=run, call=call, parent=run.parent)
         self.recorder = recorder
-        self.asked = asked
+        self.requested = requested
 
 
-def around() -> Any:
+def recorder_here() -> Any:
     """Return the hooks of the run of the SDK around this code; None outside of any."""
     frame = FRAME.get()
     # What a tool's body has run and left behind is not around it.
@@ -49,7 +49,7 @@ def around() -> Any:
             return frame.recorder
         if frame.is_live:
             return None
-        frame = frame.above
+        frame = frame.parent
     return None
 
 
@@ -88,11 +88,11 @@ def take(state: RunState[Any], agent: Agent[Any], run: Run) -> None:
             continue
         approved = _seams.approval_of(state, item)
         _seams.drop_interruption(state, item)
-        asked, more = json.loads(part(item.raw_item, "arguments")), dict[str, Any]()
-        for guard in run.guard.lineage if approved else ():
-            cap = guard.budget.caps().get(asked["reason"])
-            if guard.run_id == asked["run_id"] and cap is not None:
-                used = getattr(guard.usage, asked["reason"].removeprefix("max_"))
-                more[asked["reason"]] = used + cap
+        requested, more = json.loads(part(item.raw_item, "arguments")), dict[str, Any]()
+        for guard in run.guard.ancestry if approved else ():
+            cap = guard.budget.caps().get(requested["reason"])
+            if guard.run_id == requested["run_id"] and cap is not None:
+                used = getattr(guard.usage, requested["reason"].removeprefix("max_"))
+                more[requested["reason"]] = used + cap
         if approved is not None:
-            take_answers(run, {asked["run_id"]: more or None})
+            take_answers(run, {requested["run_id"]: more or None})

@@ -71,23 +71,23 @@ class SyntheticMessage(agents.MessageOutputItem):
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class RequestedCall:
     """A tool call that the model asked for. It is told apart by the object in its response."""
 
     raw: Any
     call: kit.ToolCall
     """The call as the budget knows it."""
-    opened: kit.OpenToolCall = field(init=False)
+    open_call: kit.OpenToolCall = field(init=False)
     """Its record, whose tickets the budget gives once it is asked."""
     error: BaseException | None = None
-    """What the tool raised, whatever the SDK made of that."""
+    """The exception that the tool raised, whatever the SDK made of that."""
     partial: str | None = None
-    """What a run inside the tool had brought when it was stopped."""
+    """The partial result of a run inside the tool that was stopped."""
     is_begun: bool = False
     """The SDK has come to it."""
 
     def __post_init__(self) -> None:
-        self.opened = kit.OpenToolCall(self.call)
+        self.open_call = kit.OpenToolCall(self.call)
 
     @property
     def type(self) -> str:
@@ -97,7 +97,7 @@ class Asked:
     @property
     def is_waiting(self) -> bool:
         """True if it was admitted and did not start."""
-        return self.opened.state == "waiting"
+        return self.open_call.state == "waiting"
 
     @property
     def is_local(self) -> bool:
@@ -111,7 +111,7 @@ class Turn:
 
     agent: agents.Agent[Any]
     response: agents.ModelResponse
-    asked: list[Asked] = field(default_factory=list[Asked])
+    requested: list[RequestedCall] = field(default_factory=list[RequestedCall])
 
 
 class Items(kit.Responses):
@@ -130,9 +130,9 @@ class Items(kit.Responses):
 ITEMS = Items()
 
 
-def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
+def requested_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[RequestedCall]:
     """List the tool calls among the items of a response, in the order the model wrote them."""
-    found: list[Asked] = []
+    found: list[RequestedCall] = []
     handoffs = {
         one.tool_name if isinstance(one, agents.Handoff) else agents.Handoff.default_tool_name(one)
         for one in agent.handoffs
@@ -165,7 +165,7 @@ def asked_calls(agent: agents.Agent[Any], items: Iterable[Any]) -> list[Asked]:
         given = (held(name_of_arguments) for name_of_arguments in _ARGUMENTS)
         arguments = next((one for one in given if one is not None), None)
         call = kit.ToolCall(name=str(name), arguments=arguments, id=call_id, kind=kind)
-        found.append(Asked(item, call))
+        found.append(RequestedCall(item, call))
     return found
 
 
@@ -195,21 +195,21 @@ def closing_items(
     turns: Sequence[Turn],
     items: Sequence[agents.RunItem],
     responses: Sequence[agents.ModelResponse],
-    resumed: Sequence[Asked] = (),
+    resumed: Sequence[RequestedCall] = (),
 ) -> list[agents.RunItem]:
     """List what is missing behind the items that the SDK kept, for the history to be whole.
 
     `resumed` are the calls that an earlier attempt of the run had asked for.
     """
     whole = list(items)
-    of_turns = [one for turn in turns for one in turn.asked]
-    asked = {id(one.raw): one for one in [*of_turns, *resumed]}
+    of_turns = [one for turn in turns for one in turn.requested]
+    requested = {id(one.raw): one for one in [*of_turns, *resumed]}
     by_id = {one.call.id: one for one in resumed}
 
     def close() -> None:
         for item in _open(whole):
             # Of an earlier attempt, whatever was not heard of since never started.
-            one = asked.get(id(item.raw_item)) or by_id.get(_call_id(item))
+            one = requested.get(id(item.raw_item)) or by_id.get(_call_id(item))
             whole.extend(_results(item.agent, item.raw_item, one))
 
     for turn in turns:
@@ -228,16 +228,16 @@ def turn_items(turn: Turn) -> list[agents.RunItem]:
     Who reads it later finds a process that was killed: what might have started may have been done.
     """
     made = _made(turn, (), kept=False)
-    for one in turn.asked:
+    for one in turn.requested:
         if one.call.kind != "hosted":
-            shown = kit.OUTCOME_UNKNOWN if one.is_waiting else one.opened.answer
+            shown = kit.OUTCOME_UNKNOWN if one.is_waiting else one.open_call.answer
             made += _results(turn.agent, one.raw, one, shown)
     return made
 
 
 def _made(turn: Turn, items: Sequence[agents.RunItem], *, kept: bool) -> list[agents.RunItem]:
     """Make the items of a turn that the SDK has not; of one that it kept, the calls alone."""
-    by_raw = {id(one.raw): one for one in turn.asked}
+    by_raw = {id(one.raw): one for one in turn.requested}
     shown = {id(item.raw_item) for item in items}
     made: list[agents.RunItem] = []
     for raw in turn.response.output:
@@ -259,23 +259,23 @@ def _made(turn: Turn, items: Sequence[agents.RunItem], *, kept: bool) -> list[ag
 
 def _open(items: Iterable[agents.RunItem]) -> list[agents.RunItem]:
     """List the calls without a result; where ids repeat, it is that of the first."""
-    opened: list[agents.RunItem] = []
+    open_call: list[agents.RunItem] = []
     for item in items:
         call_id = _call_id(item)
         if item.type in ("tool_call_item", "handoff_call_item") and call_id is not None:
-            opened.append(item)
+            open_call.append(item)
         elif item.type.endswith("_output_item"):
-            of = next((n for n, one in enumerate(opened) if _call_id(one) == call_id), None)
+            of = next((n for n, one in enumerate(open_call) if _call_id(one) == call_id), None)
             if of is not None:
-                del opened[of]
-    return opened
+                del open_call[of]
+    return open_call
 
 
 def _results(
-    agent: agents.Agent[Any], raw: Any, one: Asked | None, shown: object = None
+    agent: agents.Agent[Any], raw: Any, one: RequestedCall | None, shown: object = None
 ) -> list[agents.RunItem]:
     """Make the result of a tool call; none for a kind that this release does not know."""
-    result = shown or (kit.NOT_EXECUTED if one is None else one.opened.answer)
+    result = shown or (kit.NOT_EXECUTED if one is None else one.open_call.answer)
     type_, text = kit.part(raw, "type"), str(result)
     output: Any = {"type": f"{type_}_output", "call_id": kit.part(raw, "call_id"), "output": text}
     if type_ not in LOCAL:

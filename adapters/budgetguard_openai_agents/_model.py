@@ -11,8 +11,8 @@ from agents.models import get_default_model
 
 from budgetguard_core import kit
 from budgetguard_core.kit import Turn as Reply
-from budgetguard_openai_agents._frame import RunStopped, around
-from budgetguard_openai_agents._history import Turn, asked_calls
+from budgetguard_openai_agents._frame import RunStopped, recorder_here
+from budgetguard_openai_agents._history import Turn, requested_calls
 from budgetguard_openai_agents._tools import original
 
 _LEAST_OUTPUT = 16  # tokens: the least completion bound that the Responses API takes
@@ -56,7 +56,7 @@ class BoundedModel:
 
     async def get_response(self, **request: Any) -> agents.ModelResponse:
         """Make a call."""
-        turn = await self._asked(request)
+        turn = await self._requested(request)
         with turn:
             response: agents.ModelResponse = await self.own.get_response(**request)
         self._answered(turn, response.output, usage_of(response))
@@ -65,7 +65,7 @@ class BoundedModel:
     async def stream_response(self, *given: Any, **options: Any) -> AsyncGenerator[Any]:
         """Make a call whose answer is streamed."""
         request = {**dict(zip(_GIVEN, given, strict=True)), **options}
-        turn = await self._asked(request)
+        turn = await self._requested(request)
         given = (*given[:2], request["model_settings"], *given[3:])
         output: list[Any] = []
         events: Any = None
@@ -87,7 +87,7 @@ class BoundedModel:
             if close is not None:
                 await close()
 
-    async def _asked(self, request: dict[str, Any]) -> kit.ModelTurn:
+    async def _requested(self, request: dict[str, Any]) -> kit.ModelTurn:
         """Ask for an attempt and write its bounds into the request, or stop the run."""
         try:
             return await self._admitted(request)
@@ -105,7 +105,7 @@ class BoundedModel:
         places = bounds_beside(settings)
         own = max([own for _, _, own in places]) if places else settings.max_tokens
         name, provider = self._named
-        asked = kit.Request(
+        requested = kit.Request(
             messages=sent,
             tools=schemas_of(request["tools"], request["handoffs"]),
             system=request["system_instructions"],
@@ -119,7 +119,7 @@ class BoundedModel:
             may_fall_back=self._may_fall_back,
             prunes=not recorder.is_server_side,
         )
-        flow = recorder.session.model(asked, recorder.known(sent))
+        flow = recorder.session.model(requested, recorder.known(sent))
         turn: kit.ModelTurn | kit.Stop = await kit.run_awaited(flow)
         if isinstance(turn, kit.Stop):
             raise RunStopped(turn.trip)
@@ -149,9 +149,9 @@ class BoundedModel:
         self, turn: kit.ModelTurn, output: list[Any], usage: kit.TokenUsage | None
     ) -> None:
         agent = self._recorder.agent
-        asked = asked_calls(agent, output)
-        self._recorder.read = output, asked
-        calls = tuple([kit.Call("", one.call.name, one.call.arguments) for one in asked])
+        requested = requested_calls(agent, output)
+        self._recorder.read = output, requested
+        calls = tuple([kit.Call("", one.call.name, one.call.arguments) for one in requested])
         is_estimated = usage is None or usage.estimated
         turn.answered(
             # What is needed where figures are missing, and of what may be said again.
@@ -177,12 +177,12 @@ class BoundedModel:
 
     def _see(self, turn: kit.ModelTurn, event: Any, output: list[Any]) -> None:
         """Take in an event of a stream: what has been written so far is paid for."""
-        told = kit.parts_of(event)
-        delta, kind, response = told("delta"), told("type"), told("response")
+        field = kit.parts_of(event)
+        delta, kind, response = field("delta"), field("type"), field("response")
         if isinstance(delta, str):
             turn.piece(delta)
         elif kind == "response.output_item.done":
-            output.append(told("item"))
+            output.append(field("item"))
         elif kind == "response.completed":
             self._answered(turn, response.output or output, usage_of(response))
         elif kind == "response.incomplete":
@@ -198,9 +198,9 @@ class BoundedModel:
                 self._recorder.turns.append(Turn(self._recorder.agent, answer))
 
 
-def bounded(made: Any, agent: agents.Agent[Any], config: agents.RunConfig) -> Any:
+def bounded_model(made: Any, agent: agents.Agent[Any], config: agents.RunConfig) -> Any:
     """Return a model that asks the run around for each of its calls; itself outside of any."""
-    recorder = around()
+    recorder = recorder_here()
     if recorder is None or recorder.run.ended or recorder.is_off:
         return made
     # The same one for each turn: the SDK cleans up each model that a run has used.
@@ -232,13 +232,13 @@ def schemas_of(
 ) -> list[object]:
     """List what the model is told of tools and handoffs: equal from turn to turn."""
     # A server of tools makes each of them anew for every turn.
-    told: list[object] = [
+    field: list[object] = [
         (tool.name, tool.description, tool.params_json_schema)
         if isinstance(tool, agents.FunctionTool)
         else original(tool)
         for tool in tools
     ]
-    return told + [(to.tool_name, to.tool_description, to.input_json_schema) for to in handoffs]
+    return field + [(to.tool_name, to.tool_description, to.input_json_schema) for to in handoffs]
 
 
 def usage_of(response: Any) -> kit.TokenUsage | None:
@@ -289,21 +289,21 @@ def set_bound(
     One is given beside the settings because the model takes no other.
     """
     if bound is not None:
-        for place, name, _ in places:
-            setattr(settings, place, {**getattr(settings, place), name: bound})
+        for position, name, _ in places:
+            setattr(settings, position, {**getattr(settings, position), name: bound})
     settings.max_tokens = None if bound is not None and places else bound
 
 
 def bounds_beside(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
     """List the completion bounds that settings hold beside their own: where, its name, tokens."""
     body: Any = settings.extra_body
-    beside: dict[str, dict[str, Any]] = {
+    linked: dict[str, dict[str, Any]] = {
         "extra_args": settings.extra_args or {},
         "extra_body": body if isinstance(body, dict) else {},
     }
     return [
-        (place, name, own)
-        for place, given in beside.items()
+        (position, name, own)
+        for position, given in linked.items()
         for name in _BOUNDS
         if name in given and isinstance(own := given[name], int)
     ]

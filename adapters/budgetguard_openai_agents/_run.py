@@ -17,9 +17,9 @@ from budgetguard_openai_agents._frame import BudgetAsked, RunStopped
 from budgetguard_openai_agents._history import (
     ITEMS,
     LOCAL,
-    Asked,
+    RequestedCall,
     Turn,
-    asked_calls,
+    requested_calls,
     turn_items,
 )
 from budgetguard_openai_agents._tools import original
@@ -51,15 +51,15 @@ class Recorder(agents.RunHooks[Any]):
         self.session = kit.Session(run, ITEMS, location)
         self.session.prompt = kit.Prompt(server_side=server_side)
         self.context: Any = None
-        modes = [one.mode for guard in run.guards for one in guard.lineage]
+        modes = [one.mode for guard in run.guards for one in guard.ancestry]
         self.is_off = all(mode is Mode.OFF for mode in modes)
         # The responses of this run, the calls of the reply at hand, and the last that was read.
         self.turns: list[Turn] = []
-        self.batch: list[Asked] = []
-        self.read: tuple[Sequence[Any], list[Asked]] = ((), [])
+        self.batch: list[RequestedCall] = []
+        self.read: tuple[Sequence[Any], list[RequestedCall]] = ((), [])
         # What an earlier attempt brought, and the calls that it left to this one.
         self.earlier: list[agents.RunItem] = []
-        self.resumed: list[Asked] = []
+        self.resumed: list[RequestedCall] = []
         # The models that the run has used, and the copies of its function tools.
         self.models: dict[tuple[Any, ...], Any] = {}
         self.copies: dict[int, Any] = {}
@@ -99,18 +99,18 @@ class Recorder(agents.RunHooks[Any]):
     async def on_llm_end(self, context: Any, agent: Any, response: agents.ModelResponse) -> None:
         """Ask for the tool calls in an answer, all together, or stop the run."""
         self.context = context
-        (output, asked), self.read = self.read, ((), [])
+        (output, requested), self.read = self.read, ((), [])
         if len(output) != len(response.output) or not all(map(is_, output, response.output)):
-            asked = asked_calls(agent, response.output)
-        turn = Turn(agent, response, asked)
+            requested = requested_calls(agent, response.output)
+        turn = Turn(agent, response, requested)
         self.turns.append(turn)
         await self.hooks.on_llm_end(context, agent, response)
-        self.batch = turn.asked
-        if not turn.asked:
+        self.batch = turn.requested
+        if not turn.requested:
             return
-        await kit.run_awaited(self._open(turn.asked))
+        await kit.run_awaited(self._open(turn.requested))
         trip = self.run.trip
-        if trip is not None and not any(one.is_local and one.is_waiting for one in turn.asked):
+        if trip is not None and not any(one.is_local and one.is_waiting for one in turn.requested):
             self.stopping = trip
             raise RunStopped(trip)
         if self.run.is_saved:
@@ -121,37 +121,37 @@ class Recorder(agents.RunHooks[Any]):
     async def on_tool_start(self, context: Any, agent: Any, tool: agents.Tool) -> None:
         """Start a tool's body, unless something else is its result."""
         self.context = self.context or context
-        asked = self.find(context, tool, starts=True)
-        if asked is None:
+        requested = self.find(context, tool, starts=True)
+        if requested is None:
             # Its response was not of this run.
             call = kit.ToolCall(
                 name=tool.name,
                 arguments=getattr(context, "tool_arguments", None),
                 id=getattr(context, "tool_call_id", None),
             )
-            asked = Asked(getattr(context, "tool_call", None), call)
-            await kit.run_awaited(self._open([asked]))
-            self.batch = [*self.batch, asked]
-            self.resumed.append(asked)
-        if asked.opened.state != "withdrawn":
-            await self.run.wait_async(asked.opened)
-            if self.run.start(asked.opened) is None:
+            requested = RequestedCall(getattr(context, "tool_call", None), call)
+            await kit.run_awaited(self._open([requested]))
+            self.batch = [*self.batch, requested]
+            self.resumed.append(requested)
+        if requested.open_call.state != "withdrawn":
+            await self.run.wait_async(requested.open_call)
+            if self.run.start(requested.open_call) is None:
                 await self.hooks.on_tool_start(context, agent, original(tool))
 
     async def on_tool_end(self, context: Any, agent: Any, tool: agents.Tool, result: Any) -> None:
         """Settle a tool call."""
-        asked = self.find(context, tool)
-        if asked is not None:
-            if asked.opened.refusal is not None:
+        requested = self.find(context, tool)
+        if requested is not None:
+            if requested.open_call.refusal is not None:
                 return
-            self.run.finished(asked.opened, result, error=asked.error)
+            self.run.finished(requested.open_call, result, error=requested.error)
         await self.hooks.on_tool_end(context, agent, original(tool), result)
 
     async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
         """Settle the call that was a handoff."""
-        for asked in self.batch:
-            if asked.call.kind == "handoff" and asked.is_waiting:
-                self.run.finished(asked.opened, json.dumps({"assistant": to_agent.name}))
+        for requested in self.batch:
+            if requested.call.kind == "handoff" and requested.is_waiting:
+                self.run.finished(requested.open_call, json.dumps({"assistant": to_agent.name}))
                 break
         await self.hooks.on_handoff(context=context, from_agent=from_agent, to_agent=to_agent)
 
@@ -204,18 +204,18 @@ class Recorder(agents.RunHooks[Any]):
 
     # Tool calls
 
-    def _open(self, batch: list[Asked]) -> kit.Flow[None]:
+    def _open(self, batch: list[RequestedCall]) -> kit.Flow[None]:
         # What the provider has run already takes its places before anything else starts.
         listed = sorted(batch, key=lambda one: one.call.kind != "hosted")
         answers = yield from self.run.ask(lambda: self.run.batch(one.call for one in listed))
-        for asked, opened in zip(listed, answers, strict=True):
-            asked.opened = opened
+        for requested, open_call in zip(listed, answers, strict=True):
+            requested.open_call = open_call
 
     def has_refused(self, call_id: str) -> bool:
         """Return whether a limit has refused a call of the reply at hand."""
-        return any(one.call.id == call_id and one.opened.refusal for one in self.batch)
+        return any(one.call.id == call_id and one.open_call.refusal for one in self.batch)
 
-    def find(self, context: Any, tool: Any, *, starts: bool = False) -> Asked | None:
+    def find(self, context: Any, tool: Any, *, starts: bool = False) -> RequestedCall | None:
         """Find the call of a tool that starts, or is at work."""
         raw = getattr(context, "tool_call", None)
         if raw is not None:
@@ -230,7 +230,7 @@ class Recorder(agents.RunHooks[Any]):
         types = (type_ for type_, kinds in _seams.NATIVE.items() if isinstance(tool, kinds))
         local = [one for one in self.batch if one.is_local]
         alike = ([one for one in local if one.type == type_] for type_ in types)
-        same = next((calls for calls in alike if calls), list[Asked]())
+        same = next((calls for calls in alike if calls), list[RequestedCall]())
         if not starts:
             return next((one for one in reversed(same) if one.is_begun), None)
         begun = next((one for one in same if not one.is_begun), None)
@@ -242,32 +242,32 @@ class Recorder(agents.RunHooks[Any]):
         """Take over the open calls of an earlier attempt, and ask for those approved, together."""
         self.earlier = _seams.items_of(state)
         tickets = {one.call.id: one for one in self.run.guard.open_tool_calls()}
-        fresh: list[Asked] = []
+        fresh: list[RequestedCall] = []
 
-        def takes_over(asked: Asked) -> bool:
-            ticket = tickets.pop(asked.call.id, None)
+        def takes_over(requested: RequestedCall) -> bool:
+            ticket = tickets.pop(requested.call.id, None)
             if ticket is not None:
-                asked.opened = kit.OpenToolCall(asked.call, [ticket])
+                requested.open_call = kit.OpenToolCall(requested.call, [ticket])
             return ticket is not None
 
         for item in state.get_interruptions():
             approved = _seams.approval_of(state, item)
             if item.agent is not agent or approved is None:
                 continue
-            for asked in asked_calls(agent, [item.raw_item]):
-                is_open = takes_over(asked)
+            for requested in requested_calls(agent, [item.raw_item]):
+                is_open = takes_over(requested)
                 if approved:
-                    self.resumed.append(asked)
-                    fresh += [] if is_open else [asked]
+                    self.resumed.append(requested)
+                    fresh += [] if is_open else [requested]
                     continue
-                self.run.withdrawn(asked.opened, waits=True)
-                self.session.calls.answered_without_body(asked.call, "rejected")
+                self.run.withdrawn(requested.open_call, waits=True)
+                self.session.calls.answered_without_body(requested.call, "rejected")
         started = [one.raw_item for one in self.earlier if kit.part(one.raw_item, "type") in LOCAL]
-        for asked in asked_calls(agent, started):
+        for requested in requested_calls(agent, started):
             # A run inside this one waited too: its tool is still at work.
-            if takes_over(asked):
-                self.run.start(asked.opened)
-                self.resumed.append(asked)
+            if takes_over(requested):
+                self.run.start(requested.open_call)
+                self.resumed.append(requested)
         kit.run_blocking(self._open(fresh))
         self.batch = self.resumed
 
@@ -278,25 +278,25 @@ class Recorder(agents.RunHooks[Any]):
         Where the run was stopped meanwhile it could not have it again, and keeps it.
         """
         keeps = self.run.stopped_by is not None and self.run.guard.parent is None
-        for asked in self.batch:
-            waits = asked.call.id in waiting
-            if asked.call.kind != "hosted" and not (waits and keeps):
-                self.run.withdrawn(asked.opened, waits=waits)
+        for requested in self.batch:
+            waits = requested.call.id in waiting
+            if requested.call.kind != "hosted" and not (waits and keeps):
+                self.run.withdrawn(requested.open_call, waits=waits)
         self.batch = []
 
     def close_batch(self, error: BaseException | None = None) -> None:
         """Account for the calls of a batch that the SDK has finished with."""
-        for asked in self.batch:
-            if asked.opened.state == "started":
+        for requested in self.batch:
+            if requested.open_call.state == "started":
                 # Nobody was told how it ended.
-                cause = asked.error or error or "no result"
-                self.run.finished(asked.opened, kit.OUTCOME_UNKNOWN, error=cause)
+                cause = requested.error or error or "no result"
+                self.run.finished(requested.open_call, kit.OUTCOME_UNKNOWN, error=cause)
         # The SDK knew the id of any other and ran nothing, or was stopped before.
         self.leave()
 
     # The end
 
-    def left_by(self, error: BaseException) -> Trip | None:
+    def stop_of(self, error: BaseException) -> Trip | None:
         """Return whether an exception left the run because of a limit, and of which."""
         if self.session.turn is not None:
             self.session.turn.failed(error)
@@ -324,7 +324,7 @@ class Recorder(agents.RunHooks[Any]):
         The stop came between the answer and the end of the run: they could not run, or were cut.
         """
         turn = self.turns[-1] if self.turns and self.withheld is None else None
-        if turn is None or any(one.call.kind != "hosted" for one in turn.asked):
+        if turn is None or any(one.call.kind != "hosted" for one in turn.requested):
             return
         judges = [*turn.agent.output_guardrails, *(self.run_config.output_guardrails or ())]
         if len(self.turns) == 1 and not self.earlier:
@@ -338,7 +338,7 @@ class Recorder(agents.RunHooks[Any]):
         The SDK asks for it with `tool_use_behavior`.
         """
         is_own = trip is self.run.trip and trip.run_id == self.run.guard.run_id
-        local = any(one.is_local for turn in self.turns[-1:] for one in turn.asked)
+        local = any(one.is_local for turn in self.turns[-1:] for one in turn.requested)
         return is_own and local and trip.reason is StopReason.MAX_TOOL_CALLS
 
     def is_withheld(self, item: agents.RunItem) -> bool:

@@ -26,8 +26,8 @@ from budgetguard_core import (
 )
 from budgetguard_openai_agents import _seams
 from budgetguard_openai_agents._ending import Ending
-from budgetguard_openai_agents._frame import RunFrame, around, ask, take
-from budgetguard_openai_agents._model import bounded
+from budgetguard_openai_agents._frame import RunFrame, ask, recorder_here, take
+from budgetguard_openai_agents._model import bounded_model
 from budgetguard_openai_agents._run import Recorder
 from budgetguard_openai_agents._tools import copied, tools_of_a_turn
 
@@ -61,11 +61,11 @@ class StreamEnding:
 
     async def _stream(self) -> AsyncIterator[StreamEvent]:
         events = self._events()
-        left = True
+        is_left = True
         try:
             async for event in events:
                 yield event
-            left = False
+            is_left = False
         except Exception as error:
             # The consumer's side may hear of a failed guardrail before the run has ended, and in
             # 0.18 is the only one to hear of it.
@@ -76,15 +76,15 @@ class StreamEnding:
             if failure is not None and isinstance(error, BudgetExceeded):
                 # A judge was stopped beside it.
                 raise failure from None
-            if failure is not None or shell.cancelled() or self._recorder.left_by(error) is None:
+            if failure is not None or shell.cancelled() or self._recorder.stop_of(error) is None:
                 known = kit.outcome_of(self._result, messages=self._result.to_input_list())
                 if known is not None and kit.outcome_of(error) is None:
                     # A judge's verdict that came with the stop.
                     kit.remember(error, known)
                 raise
-            left = False
+            is_left = False
         finally:
-            if left and not self._work.done():
+            if is_left and not self._work.done():
                 self._result.cancel()
             await events.aclose()
         closing, self._recorder.closing = self._recorder.closing, []
@@ -170,7 +170,7 @@ def uninstall() -> None:
 def _asking(listed: Any) -> Any:
     @wraps(listed)
     async def get_all_tools(self: AgentBase[Any], run_context: Any) -> Any:
-        tools, recorder = await listed(self, run_context), around()
+        tools, recorder = await listed(self, run_context), recorder_here()
         bounds = recorder is not None and not recorder.run.ended
         return tools_of_a_turn(recorder, tools) if bounds else tools
 
@@ -180,7 +180,7 @@ def _asking(listed: Any) -> Any:
 def _bounded(found: Any) -> Any:
     @wraps(found)
     def get_model(agent: agents.Agent[Any], run_config: agents.RunConfig) -> Any:
-        return bounded(found(agent, run_config), agent, run_config)
+        return bounded_model(found(agent, run_config), agent, run_config)
 
     return get_model
 
@@ -211,7 +211,7 @@ def _bind(
         given = _seams.input_of(given)
     location = _seams.InState(given)
     if has_own:
-        run, given = _opened(hooks, location, given, options)
+        run, given = _open_call(hooks, location, given, options)
     else:
         run = kit.Envelope(budget=guard).open()
     goes_on = _seams.is_state(given)
@@ -246,7 +246,7 @@ def _has_budget(hooks: Any) -> bool:
     return isinstance(getattr(hooks, "envelope", None), kit.Envelope)
 
 
-def _opened(
+def _open_call(
     hooks: Any, location: _seams.InState, given: Any, options: dict[str, Any]
 ) -> tuple[kit.Run, Any]:
     """Open a run, which goes on from what a state or `resume` has left; return its input too."""
@@ -254,7 +254,7 @@ def _opened(
     context, session = options.get("context"), options.get("session")
     # A state with counters of its own is the newer.
     resume = None if location.get() is not None else hooks.resume
-    flow = kit.opened(
+    flow = kit.open_run(
         hooks.envelope,
         location,
         resume=resume,
@@ -278,9 +278,9 @@ def _has_cap(run: kit.Run, *, has_own: bool) -> bool:
     In a sub-agent without a budget of its own only one on turns does: of dollars it could take a
     lot of them.
     """
-    guards: list[Guard] = [one for guard in run.guards for one in guard.lineage]
+    guards: list[Guard] = [one for guard in run.guards for one in guard.ancestry]
     caps = {cap for one in guards if one.mode is Mode.ENFORCE for cap in one.budget.caps()}
-    is_inside = run.above is not None and run.above.run is not None
+    is_inside = run.parent is not None and run.parent.run is not None
     return bool(caps & _TURNS if is_inside and not has_own else caps)
 
 

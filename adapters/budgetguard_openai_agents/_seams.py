@@ -56,7 +56,7 @@ NEEDED: dict[Any, str] = {
         "get_tool_use_tracker_snapshot"
     ),
 }
-"""What a release has to have, by its owner."""
+"""Names that a release must have, by their owner."""
 _KEPT = "budgetguard.snapshot"
 _INVOKER = "_invoke_tool_impl"
 

@@ -23,10 +23,10 @@ class Compared(NamedTuple):
     """A session beside the history of a run."""
 
     before: list[TResponseInputItem]
-    """What the session held before the run."""
+    """The items of the session before the run."""
     missing: list[TResponseInputItem]
-    """What it does not hold of the run."""
-    left_out: frozenset[int]
+    """The items of the run that it does not hold."""
+    excluded: frozenset[int]
     """The places in the run's history of what a filter took away: it lacks that on purpose."""
 
 
@@ -77,27 +77,27 @@ def compare(
     """
     both = {part(item, "id") for item in stored} & {part(item, "id") for item in history}
     keys = [_key(item, both) for item in history]
-    left = Counter(keys)
-    place = len(stored)
+    remaining = Counter(keys)
+    position = len(stored)
     # The SDK may have saved the results of a batch in an order of its own.
-    while place and left[key := _key(stored[place - 1], both)]:
-        left[key] -= 1
-        place -= 1
-        if key == keys[0] and not left[key]:
+    while position and remaining[key := _key(stored[position - 1], both)]:
+        remaining[key] -= 1
+        position -= 1
+        if key == keys[0] and not remaining[key]:
             break  # what is before it was said in earlier turns, in the same words or not
-    there = Counter(keys) - left
+    there = Counter(keys) - remaining
     held: list[bool] = []
     for key in keys:
         held.append(there[key] > 0)
         there[key] -= 1
     last = max((n for n, is_there in enumerate(held) if is_there), default=-1)
     ids = [part(item, "call_id") for item in history]
-    asked = {one for n, one in enumerate(ids) if one is not None and (held[n] or n > last)}
+    requested = {one for n, one in enumerate(ids) if one is not None and (held[n] or n > last)}
     # What is missing in between, and is no half of a call, was left out on purpose.
     lacks = {n for n, is_there in enumerate(held) if not is_there}
-    left_out = frozenset(n for n in lacks if n < last and ids[n] not in asked)
-    missing = [history[n] for n in sorted(lacks - left_out)]
-    return Compared(list(stored[:place]), missing, left_out)
+    excluded = frozenset(n for n in lacks if n < last and ids[n] not in requested)
+    missing = [history[n] for n in sorted(lacks - excluded)]
+    return Compared(list(stored[:position]), missing, excluded)
 
 
 def _key(item: object, ids: Set[Any] = frozenset()) -> _Key:

@@ -17,8 +17,8 @@ from agents.editor import ApplyPatchResult
 from budgetguard_core import BudgetExceeded
 from budgetguard_core.kit import NOT_EXECUTED, PROGRESS_TOOL, entered
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._frame import RunFrame, around
-from budgetguard_openai_agents._history import Asked, picture_of
+from budgetguard_openai_agents._frame import RunFrame, recorder_here
+from budgetguard_openai_agents._history import RequestedCall, picture_of
 
 _ORIGINAL = "_budgetguard_original"
 
@@ -79,43 +79,43 @@ def _function_body(
 ) -> Callable[[Any, str], Awaitable[Any]]:
     is_agent = _seams.is_agent_tool(tool)
 
-    async def asked_body(context: Any, arguments: str) -> Any:
-        recorder, asked = _at_work(tool, context)
-        if asked is None:
+    async def counted_body(context: Any, arguments: str) -> Any:
+        recorder, requested = _at_work(tool, context)
+        if requested is None:
             return await body(context, arguments)
-        if asked.opened.state != "started":
-            return asked.opened.refusal or NOT_EXECUTED
+        if requested.open_call.state != "started":
+            return requested.open_call.refusal or NOT_EXECUTED
         result = None
         try:
-            with _Noted(recorder, asked):
+            with _Noted(recorder, requested):
                 result = await body(context, arguments)
         except BudgetExceeded as stop:
             # It stops the run at its next step; a text of failure would invite another try.
             final = None if stop.outcome is None else stop.outcome.final
-            asked.partial = "" if final is None else str(final)
-            return asked.partial
+            requested.partial = "" if final is None else str(final)
+            return requested.partial
         except Exception:
-            if not is_agent or asked.partial is None:
+            if not is_agent or requested.partial is None:
                 raise
-            asked.error = None
+            requested.error = None
         # What the agent was stopped with is a text, whatever would have made an output of it.
-        return result if asked.partial is None or not is_agent else asked.partial
+        return result if requested.partial is None or not is_agent else requested.partial
 
-    asked_body.__dict__.update(getattr(body, "__dict__", {}))
-    return asked_body
+    counted_body.__dict__.update(getattr(body, "__dict__", {}))
+    return counted_body
 
 
 async def _needs_approval(own: Any, context: Any, arguments: Any, call_id: str) -> bool:
     """Ask a person as the tool says, but of no call that a limit has refused."""
-    recorder = around()
+    recorder = recorder_here()
     if recorder is not None and recorder.has_refused(call_id):
         return False
     answer = own(context, arguments, call_id) if callable(own) else own
     return bool(await answer if inspect.isawaitable(answer) else answer)
 
 
-def _at_work(tool: Any, context: Any) -> tuple[Any, Asked | None]:
-    recorder = around()
+def _at_work(tool: Any, context: Any) -> tuple[Any, RequestedCall | None]:
+    recorder = recorder_here()
     return recorder, None if recorder is None else recorder.find(context, tool)
 
 
@@ -126,14 +126,14 @@ def _asking(
 
     @wraps(execute)
     def asking(*given: Any, **named: Any) -> Any:
-        recorder, asked = _at_work(tool, given[0] if given else None)
-        if asked is None:
+        recorder, requested = _at_work(tool, given[0] if given else None)
+        if requested is None:
             return execute(*given, **named)
-        if asked.opened.state != "started":
-            return refused(asked.opened.refusal or NOT_EXECUTED)
-        with _Noted(recorder, asked):
+        if requested.open_call.state != "started":
+            return refused(requested.open_call.refusal or NOT_EXECUTED)
+        with _Noted(recorder, requested):
             result = execute(*given, **named)
-        return _awaited(recorder, asked, result) if inspect.isawaitable(result) else result
+        return _awaited(recorder, requested, result) if inspect.isawaitable(result) else result
 
     return asking
 
@@ -141,19 +141,19 @@ def _asking(
 class _Noted(entered):
     """The block around the body of a call, which notes what it raises."""
 
-    __slots__ = ("_asked",)
+    __slots__ = ("_requested",)
 
-    def __init__(self, recorder: Any, asked: Asked) -> None:
-        super().__init__(RunFrame(recorder, asked))
-        self._asked = asked
+    def __init__(self, recorder: Any, requested: RequestedCall) -> None:
+        super().__init__(RunFrame(recorder, requested))
+        self._requested = requested
 
-    def __exit__(self, *left: Any) -> None:
-        super().__exit__(*left)
-        self._asked.error = left[1] or self._asked.error
+    def __exit__(self, *ending: Any) -> None:
+        super().__exit__(*ending)
+        self._requested.error = ending[1] or self._requested.error
 
 
-async def _awaited(recorder: Any, asked: Asked, result: Awaitable[Any]) -> Any:
-    with _Noted(recorder, asked):
+async def _awaited(recorder: Any, requested: RequestedCall, result: Awaitable[Any]) -> Any:
+    with _Noted(recorder, requested):
         return await result
 
 

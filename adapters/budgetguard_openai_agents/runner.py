@@ -12,7 +12,7 @@ from budgetguard_core import AdapterError, Budget, ConfigurationError, Guard, Ou
 from budgetguard_core.kit import Envelope, EnvelopeOptions, envelope_of, outcome_of, part
 from budgetguard_core.kit import outcome as kit_outcome
 from budgetguard_openai_agents import _seams
-from budgetguard_openai_agents._frame import around
+from budgetguard_openai_agents._frame import recorder_here
 from budgetguard_openai_agents._runner import install
 
 _NOTHING = agents.RunHooks[Any]()
@@ -82,7 +82,7 @@ class BudgetHooks(agents.RunHooks[Any]):
 
     def next_hooks(self) -> agents.RunHooks[Any]:
         """Return the hooks that come next, in a run that has this budget."""
-        if around() is None:
+        if recorder_here() is None:
             raise AdapterError(
                 "BudgetHooks must be the hooks of the run itself, under the default agent runner "
                 "that the import installs, got called by others. Give hooks of your own as inner "
@@ -189,7 +189,7 @@ def outcome(
     return found.model_copy(update={"messages": messages, "final": result.final_output})
 
 
-def unsent_input(
+def pending_input(
     result: agents.RunResult | agents.RunResultStreaming,
 ) -> list[agents.TResponseInputItem]:
     """List what a conversation that the server keeps has not seen yet of a run that was stopped.

@@ -101,17 +101,17 @@ class ScriptedModel(Model):
         """Give the next answer in a stream: a text comes word by word."""
         del args, kwargs
         response, numbers = await self._next(), count()
-        for place, item in enumerate(response.output):
+        for position, item in enumerate(response.output):
             # The text is its deltas in a row, so that every word brings what stands before it.
-            said: Any = item
-            text = said.content[0].text if item.type == "message" else ""
+            item_of: Any = item
+            text = item_of.content[0].text if item.type == "message" else ""
             for word in re.findall(r"\s*\S+|\s+", text):
                 yield ResponseTextDeltaEvent(
                     type="response.output_text.delta",
                     delta=word,
                     logprobs=[],
                     item_id=item.id or "",
-                    output_index=place,
+                    output_index=position,
                     content_index=0,
                     sequence_number=next(numbers),
                 )

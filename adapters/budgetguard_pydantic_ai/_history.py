@@ -58,8 +58,8 @@ class Dialect:
         own = [part for part in parts if isinstance(part, chat.SystemPromptPart)]
         content = [part for part in parts if not hasattr(part, "part_kind")]
         is_text = all(isinstance(part, str) for part in content)
-        said = chat.UserPromptPart("\n\n".join(content) if is_text else content)
-        return chat.ModelRequest([*own, said])
+        request = chat.UserPromptPart("\n\n".join(content) if is_text else content)
+        return chat.ModelRequest([*own, request])
 
     def plain(self, messages: Sequence[Any]) -> list[Any]:
         """Write messages as plain data."""

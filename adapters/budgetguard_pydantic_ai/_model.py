@@ -88,8 +88,8 @@ class ModelCalls:
         messages = [*(run.pruned(messages, model.model_name, provider_of(model)) or messages)]
         if turn.nudge is not None:
             # For this call alone: a later turn has nothing to learn from it.
-            said = chat.UserPromptPart(turn.nudge)
-            messages[-1] = replace(messages[-1], parts=[*messages[-1].parts, said])
+            nudge_part = chat.UserPromptPart(turn.nudge)
+            messages[-1] = replace(messages[-1], parts=[*messages[-1].parts, nudge_part])
         if turn.fallback_model is not None:
             model = _seams.named(model, turn.fallback_model)
         return turn, model, messages, settings
@@ -193,14 +193,14 @@ def last_question(
     """Return how to ask for a last answer of a type; `keep` is given its output."""
     system = instructions_of(messages)
 
-    async def ask(sent: list[Any], opened: Any) -> kit.Answer:
+    async def ask(sent: list[Any], open_call: Any) -> kit.Answer:
         agent: Any = Unbounded(ctx.model, output_type=output_type, retries=0)
         settings: dict[str, Any] = ctx.model_settings or {}
         result = await agent.run(
             message_history=sent,
             instructions=system,
             deps=ctx.deps,
-            model_settings={**settings, "max_tokens": opened.max_output_tokens},
+            model_settings={**settings, "max_tokens": open_call.max_output_tokens},
             usage_limits=UsageLimits(request_limit=1),
         )
         keep(result.output)

@@ -62,7 +62,7 @@ class BoundedRun(OfBudget):
         self._is_text = takes_text(output_type)
         self._output_type = str if self._is_text else output_type
         self._outputs: list[Any] = []
-        self._asked: list[ToolCall] = []
+        self._requested: list[ToolCall] = []
         self._offering = asyncio.Lock()
 
     async def wrap_run(self, ctx: Any, *, handler: Any) -> Any:
@@ -78,7 +78,7 @@ class BoundedRun(OfBudget):
             self.envelope,
             DIALECT,
             here,
-            said=ctx.prompt,
+            user_input=ctx.prompt,
             history=ctx.messages,
             resume=self._resume,
             config=ctx,
@@ -97,8 +97,8 @@ class BoundedRun(OfBudget):
                 raise
             if self.messages is ctx.messages and ctx.prompt is not None:
                 # It ended before its first node, which would have taken the user's words.
-                said = chat.ModelRequest([chat.UserPromptPart(ctx.prompt)])
-                self.messages = [*ctx.messages, said]
+                user_input = chat.ModelRequest([chat.UserPromptPart(ctx.prompt)])
+                self.messages = [*ctx.messages, user_input]
             output = await self._end(ctx, self.messages)
             result = _seams.result_of(ctx, self.messages, output)
         self.messages = result.all_messages()
@@ -122,9 +122,9 @@ class BoundedRun(OfBudget):
 
     async def _end(self, ctx: Any, messages: list[Any], partial: str = "") -> Any:
         """Close a history in its place, and return the output of its end."""
-        for place, one in enumerate(messages):
+        for index, one in enumerate(messages):
             if one.state == "interrupted":
-                messages[place] = replace(one, state="complete")
+                messages[index] = replace(one, state="complete")
         question = last_question(ctx, messages, self._output_type, self._outputs.append)
         ending = await kit.run_awaited(self.session.close(messages, question, partial=partial))
         for one in ending.new:
@@ -209,7 +209,7 @@ class BoundedRun(OfBudget):
         Of one that a person has to approve nobody is asked where it will be refused.
         """
         if tool_def.kind == "function" or ctx.tool_call_approved:
-            self._asked.append(tool_call_of(call))
+            self._requested.append(tool_call_of(call))
         elif tool_def.kind == "unapproved" and not self.is_passive:
             calls = self.session.calls
             record = await kit.run_awaited(calls.taken(tool_call_of(call)))
@@ -227,8 +227,8 @@ class BoundedRun(OfBudget):
         calls = self.session.calls
         async with self._offering:
             # The bodies of a batch start together, and the first of them asks for all.
-            asked, self._asked = self._asked, []
-            await kit.run_awaited(calls.ask(asked))
+            requested, self._requested = self._requested, []
+            await kit.run_awaited(calls.ask(requested))
         record = await kit.run_awaited(calls.begin(tool_call_of(call)))
         if record.refusal is not None:
             raise exceptions.ToolFailed(record.refusal)

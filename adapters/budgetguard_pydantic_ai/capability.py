@@ -76,8 +76,8 @@ def _bounded_iter(self: Any, user_prompt: Any = None, **options: Any) -> Any:
     found: list[Any] = [*(options.get("capabilities") or ())]
     self.root_capability.apply(found.append)
     if not any(isinstance(one, BudgetCapability) for one in found):
-        around = kit.current()
-        if around is None or (around.run is not None and around.run.is_of_clients):
+        enclosing = kit.current()
+        if enclosing is None or (enclosing.run is not None and enclosing.run.is_of_clients):
             # Of a block of clients each call is counted where it is sent.
             return _original(self, user_prompt, **options)
         joined = BudgetCapability(Budget())

@@ -33,9 +33,9 @@ class ScriptedModel(FunctionModel):
         turn = self.answers.next()
         if turn.text or not turn.calls:
             yield turn.text
-        for place, call in enumerate(turn.calls):
+        for position, call in enumerate(turn.calls):
             arguments = to_json(call.arguments).decode()
-            yield {place: DeltaToolCall(call.name, arguments, tool_call_id=call.id)}
+            yield {position: DeltaToolCall(call.name, arguments, tool_call_id=call.id)}
 
 
 def scripted_model(answers: Answers) -> ScriptedModel:

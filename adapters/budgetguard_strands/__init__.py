@@ -12,7 +12,7 @@ with required("Strands Agents", module="strands", extra="strands"):
 # Strands' own type of a stop reason names its own only, and a comparison with another string
 # would be an error to a strict type checker.
 MAX_ITERATIONS: Final[Any] = str(StopReason.MAX_ITERATIONS)
-"""What `AgentResult.stop_reason` is when `max_iterations` ended the run: `"max_iterations"`."""
+"""The `AgentResult.stop_reason` of a run that `max_iterations` ended: `"max_iterations"`."""
 
 install()
 

@@ -83,7 +83,7 @@ def _register(agent: Agent) -> None:
     add: Any = agent.hooks.add_callback
     for event, callback, order in callbacks:
         add(event, callback, order=order)
-    agent.add_middleware(_seams.AgentStreamStage, _around)
+    agent.add_middleware(_seams.AgentStreamStage, _enclosing)
     if _seams.has_background_tasks(agent):
         agent.add_middleware(ExecuteToolStage, _in_background)
 
@@ -124,7 +124,7 @@ async def _begin(
     _paused.pop(agent)
     answered = _seams.is_interrupted(agent)
     kept: Any = agent.state.get(KEY) if paused is None else entry("paused", paused)
-    opened = await opener.open(
+    opening = await opener.open(
         agent,
         event.invocation_state,
         kept,
@@ -132,7 +132,7 @@ async def _begin(
         user_spoke=not answered,
         given=event.messages,
     )
-    at = AgentRun(opened, agent, invocation)
+    at = AgentRun(opening, agent, invocation)
     if not agent.messages:
         agent.messages.extend(at.run.earlier_messages)
     RUNS.set(agent, at)
@@ -144,7 +144,7 @@ async def _begin(
 # The events
 
 
-async def _around(context: Any, proceed: Callable[[Any], Events]) -> Events:
+async def _enclosing(context: Any, proceed: Callable[[Any], Events]) -> Events:
     """Watch over the events of an attempt, and end it in their place."""
     at = going_on(context.agent)
     if at is None:
@@ -248,7 +248,7 @@ async def _in_background(context: Any, proceed: Callable[[Any], Events]) -> Even
         body = asyncio.get_running_loop(), scope
         at.bodies.add(body)
         try:
-            while scope.trip is None and not at.is_left:
+            while scope.trip is None and not at.is_abandoned:
                 event = None
                 with scope:
                     event = await anext(events, None)
@@ -272,7 +272,7 @@ async def _after_attempt(event: hooks.AfterInvocationEvent) -> None:
         return
     calls.settle(at, at.error or "the run was left")
     if at.trip is not None:
-        at.is_left = True
+        at.is_abandoned = True
         for loop, scope in list(at.bodies):
             loop.call_soon_threadsafe(scope.cut)
     outcome = await at.attempt_over(event)
@@ -308,7 +308,7 @@ def install() -> None:
     tools that make agents give them none: the class is wrapped, once.
     """
     own = Agent.stream_async
-    if hasattr(own, "joins_runs_around"):
+    if hasattr(own, "joins_enclosing_runs"):
         return
 
     @functools.wraps(own)
@@ -319,5 +319,5 @@ def install() -> None:
 
     agents: Any = Agent
     wrapped: Any = stream_async
-    wrapped.joins_runs_around = True
+    wrapped.joins_enclosing_runs = True
     agents.stream_async = wrapped

@@ -34,7 +34,7 @@ def model_name(model: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def bounded(model: Any, tokens: int) -> Any:
+def with_bound(model: Any, tokens: int) -> Any:
     """Copy a model so that it asks for `tokens` completion tokens at most.
 
     What it thinks before it answers is part of its completion: a bound below the thinking budget
@@ -51,12 +51,12 @@ def bounded(model: Any, tokens: int) -> Any:
         tokens = max(tokens, _LEAST.get(name, 1))
         if name == "SageMakerAIModel":
             return _with(model, "payload_config", model.payload_config, "max_tokens", tokens)
-        place = _PLACES.get(name)
-        if isinstance(place, str):
-            return _with(model, "config", config, place, tokens)
-        if place is not None:
+        position = _PLACES.get(name)
+        if isinstance(position, str):
+            return _with(model, "config", config, position, tokens)
+        if position is not None:
             params: Mapping[str, Any] = config.get("params") or {}
-            key = next((one for one in place if one in params), place[0])
+            key = next((one for one in position if one in params), position[0])
             if _is_lower(params.get(key), tokens):
                 return model
             return _with(model, "config", config, "params", {**params, key: tokens})
@@ -84,8 +84,8 @@ def give_back(copied: Any, model: Any) -> None:
 
 
 def _thinking(config: Mapping[str, Any]) -> int:
-    for place in ("params", "additional_request_fields"):
-        tokens = part(part(config.get(place), "thinking"), "budget_tokens")
+    for position in ("params", "additional_request_fields"):
+        tokens = part(part(config.get(position), "thinking"), "budget_tokens")
         if isinstance(tokens, int):
             return tokens
     return 0

@@ -44,7 +44,7 @@ def watch(agent: Agent, at: AgentRun) -> None:
     """Put `watched` around the model calls of an agent, where it makes any difference."""
     # Not before the first run, so that this comes inside of the user's own middleware.
     changes = at.run.envelope.prune is not None or any(
-        one.budget.max_output_tokens_per_call or one.budget.fallback_model for one in at.lineage
+        one.budget.max_output_tokens_per_call or one.budget.fallback_model for one in at.ancestry
     )
     if (changes or _seams.has_model_middleware(agent)) and not _watched.get(agent):
         agent.add_middleware(InvokeModelStage, watched)
@@ -65,7 +65,7 @@ async def watched(context: Any, proceed: Callable[[Any], _seams.Events]) -> _sea
         if turn.fallback_model is not None:
             copied = _bounds.named(copied, turn.fallback_model)
         if bound is not None:
-            copied = _bounds.bounded(copied, bound)
+            copied = _bounds.with_bound(copied, bound)
         sent = copy.deepcopy(list(turn.messages)) if turn.is_pruned else context.messages
         context = context.replace(model=copied, messages=sent)
     try:
@@ -87,7 +87,7 @@ async def before_model_call(event: hooks.BeforeModelCallEvent) -> None:
     at = going_on(agent)
     if at is None or event.cancel:
         return
-    at.asked = [one for one in at.asked if one[1].state == "started"]
+    at.requested = [one for one in at.requested if one[1].state == "started"]
     cycle = len(agent.event_loop_metrics.agent_invocations[-1].cycles)
     tools = agent.tool_registry
     request = Request(
@@ -167,7 +167,7 @@ def _answered(at: AgentRun, agent: Agent, message: Any, is_cut: bool) -> None:
         model=None if model is agent.model else _bounds.model_name(model),
         speaker=agent.name,
         # Where the model's own settings are the bound, it is none of the budget's.
-        is_cut=is_cut and bound is not None and _bounds.bounded(model, bound) is not model,
+        is_cut=is_cut and bound is not None and _bounds.with_bound(model, bound) is not model,
     )
     at.cut_off = trip is not None
     _ended(at)
@@ -218,11 +218,11 @@ async def offer_tool_call(event: hooks.BeforeToolCallEvent) -> None:
         except InterruptException as error:
             _seams.interrupts_of(event.agent)[error.interrupt.id] = error.interrupt
             raise
-    for before in [one for one in at.asked if one[0] is use]:
+    for before in [one for one in at.requested if one[0] is use]:
         # Another attempt at it takes the place of the first.
         at.session.calls.postpone(before[1])
-        at.asked.remove(before)
-    at.asked.append((use, record))
+        at.requested.remove(before)
+    at.requested.append((use, record))
     if record.refusal is not None:
         event.cancel_tool = record.refusal
         _seams.ask_nobody(event)
@@ -236,7 +236,7 @@ async def before_tool_call(event: hooks.BeforeToolCallEvent) -> None:
         return
     calls = at.session.calls
     if record.refusal is None and event.cancel_tool:
-        at.asked = [one for one in at.asked if one[1] is not record]
+        at.requested = [one for one in at.requested if one[1] is not record]
         calls.answered_without_body(record, str(event.cancel_tool), kind="cancelled")
         return
     if record.refusal is None and not _seams.is_asking(event.agent, event.tool_use):
@@ -255,10 +255,10 @@ def after_tool_call(event: hooks.AfterToolCallEvent) -> None:
     child = getattr(event.selected_tool, "agent", None)
     result: Any = event.result
     failed = result.get("status") == "error"
-    said = child.messages if isinstance(child, Agent) else ()
-    if said and messages.is_synthetic(said[-1]):
+    shown = child.messages if isinstance(child, Agent) else ()
+    if shown and messages.is_synthetic(shown[-1]):
         failed = True
-        result = messages.of_stopped(result, said)
+        result = messages.of_stopped(result, shown)
     elif failed and _is_of_the_stop(at, event):
         result = messages.error_result(result["toolUseId"], messages.STOPPED)
     if record is not None:
@@ -278,7 +278,7 @@ def after_tool_call(event: hooks.AfterToolCallEvent) -> None:
 def _is_of_the_stop(at: AgentRun, event: hooks.AfterToolCallEvent) -> bool:
     """Return whether a tool failed because a run inside of it was stopped."""
     # Strands and the agents below make a text of it. The detail alone may be a word of the user's.
-    said = None if at.trip is None else str(BudgetExceeded(at.trip))
-    return said is not None and (
-        kit.is_stop(event.exception) or said in str(event.result["content"])
+    shown = None if at.trip is None else str(BudgetExceeded(at.trip))
+    return shown is not None and (
+        kit.is_stop(event.exception) or shown in str(event.result["content"])
     )

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 from strands.types.session import encode_bytes_values
 
 from budgetguard_core import kit
-from budgetguard_strands._bounds import bounded, model_name
+from budgetguard_strands._bounds import model_name, with_bound
 
 # Plain dictionaries: the keys differ between Strands releases.
 Message: TypeAlias = dict[str, Any]
@@ -41,8 +41,8 @@ class Dialect(kit.Converse):
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""
-        said: list[Any] = [] if onto is None else onto["content"]
-        content: list[Any] = [*said, {"text": text}]
+        written: list[Any] = [] if onto is None else onto["content"]
+        content: list[Any] = [*written, {"text": text}]
         return {"role": "assistant", "content": content, "metadata": dict(metadata)}
 
     def plain(self, messages: Sequence[Any]) -> list[Any]:
@@ -88,9 +88,9 @@ def of_stopped(result: Mapping[str, Any], messages: Sequence[Mapping[str, Any]])
 def last_question(agent: Any) -> kit.LastQuestion:
     """Return how to ask an agent's model for a last answer."""
 
-    async def ask(sent: list[Any], opened: Any) -> kit.Answer:
-        most: int | None = opened.max_output_tokens
-        model = agent.model if most is None else bounded(agent.model, most)
+    async def ask(sent: list[Any], open_call: Any) -> kit.Answer:
+        most: int | None = open_call.max_output_tokens
+        model = agent.model if most is None else with_bound(agent.model, most)
         text: list[str] = []
         usage: Any = None
         async for event in model.stream(sent, None, agent.system_prompt):

@@ -1,4 +1,4 @@
-"""How the run of an agent, swarm or graph begins: at the top, or as a part of one around it."""
+"""The beginning of an agent's, swarm's or graph's run: at the top, or as a part of its parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from budgetguard_strands._messages import DIALECT
 from budgetguard_strands.questions import answers_to, ask
 
 KEY = "budgetguard"
-"""Where the counters are in an agent's state, and the budget in an invocation's."""
+"""The key of the counters in an agent's state, and of the budget in an invocation's."""
 _V = TypeVar("_V")
 
 
@@ -61,7 +61,7 @@ OPENERS: ByIdentity[Opener] = ByIdentity()
 """The budget of each agent, swarm and graph that is bounded: an agent has one."""
 
 
-class Opened(NamedTuple):
+class OpenedRun(NamedTuple):
     """A run that has begun."""
 
     session: kit.Session
@@ -92,8 +92,8 @@ def note_end(target: Any, at: Any, outcome: Outcome) -> None:
     if trip is None:
         return
     TRIPS.set(target, trip)
-    goes_through = at.inside and run.is_of_the_run_around(trip)
-    if at.node is None and (goes_through or (run.is_to_raise and not at.inside)):
+    propagates = at.inside and run.is_of_parent_run(trip)
+    if at.node is None and (propagates or (run.is_to_raise and not at.inside)):
         raise BudgetExceeded(trip, outcome)
 
 
@@ -135,7 +135,7 @@ class Opener:
         user_spoke: bool,
         waits: bool = False,
         given: Any = None,
-    ) -> Opened:
+    ) -> OpenedRun:
         """Open a run; the budget of the invocation takes the place of the provider's own.
 
         Args:
@@ -149,8 +149,8 @@ class Opener:
         for known in (TRIPS, OUTCOMES):
             known.pop(target)
         node = NODES.get(target)
-        around: Any = kit.FRAME.get() if node is None else node.run.frame()
-        with kit.entered(around):
+        enclosing: Any = kit.FRAME.get() if node is None else node.run.frame()
+        with kit.entered(enclosing):
             frame = kit.current()
             inside = frame is not None and frame.run is not None
             envelope = self.envelope
@@ -167,7 +167,7 @@ class Opener:
             manager = getattr(target, "session_manager", target)
             # The adapter writes there by itself: a run has several attempts.
             location: Any = SimpleNamespace(get=lambda: kept or None)
-            opening = kit.opened(
+            opening = kit.open_run(
                 envelope,
                 location,
                 resume=resume,
@@ -181,7 +181,7 @@ class Opener:
         kit.take_answers(run, answers_to(target))
         self._own.add(run)
         session = kit.Session(run, DIALECT, resumed=resumed)
-        return Opened(session, inside, isinstance(envelope.budget, Guard), node)
+        return OpenedRun(session, inside, isinstance(envelope.budget, Guard), node)
 
     def _given(self, invocation_state: Mapping[str, Any] | None) -> Envelope:
         given = (invocation_state or {}).get(KEY)
@@ -198,7 +198,7 @@ class Opener:
         while frame is not None:
             if frame.is_live and frame.run in self._own:
                 return True
-            frame = frame.above
+            frame = frame.parent
         return False
 
 

@@ -22,7 +22,7 @@ from budgetguard_strands._opening import (
     OUTCOMES,
     TRIPS,
     ByIdentity,
-    Opened,
+    OpenedRun,
     Opener,
     entry,
     is_of_a_stop,
@@ -54,8 +54,8 @@ class OrchestratorRun:
         error: A node that a hook of the user's cancelled.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        self.session, self.inside, _, self.node = opened
+    def __init__(self, opening: OpenedRun) -> None:
+        self.session, self.inside, _, self.node = opening
         self.run = self.session.run
         self.correction = ""
         self.calls: dict[str, kit.OpenToolCall] = {}
@@ -152,8 +152,8 @@ async def _before(event: hooks.BeforeMultiAgentInvocationEvent) -> None:
         if source.session_manager is not None:
             # It goes on in this very object, as in a new one.
             source.deserialize_state(source.serialize_state())
-    opened = await opener.open(source, event.invocation_state, kept, user_spoke=not answered)
-    _runs.set(source, OrchestratorRun(opened))
+    opening = await opener.open(source, event.invocation_state, kept, user_spoke=not answered)
+    _runs.set(source, OrchestratorRun(opening))
 
 
 async def _before_node(event: hooks.BeforeNodeCallEvent) -> None:

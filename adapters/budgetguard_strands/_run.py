@@ -16,7 +16,7 @@ from budgetguard_core import Outcome, Snapshot, Trip, kit
 from budgetguard_core.kit import FRAME, Frame, ModelTurn, OpenModelCall, OpenToolCall
 from budgetguard_strands import _seams
 from budgetguard_strands._messages import DIALECT, last_question, text_of, thought
-from budgetguard_strands._opening import KEY, ByIdentity, Opened, entry
+from budgetguard_strands._opening import KEY, ByIdentity, OpenedRun, entry
 
 LOOK_EVERY = 64
 LIMIT = "Strands' own limit ended the run"
@@ -39,8 +39,8 @@ class AgentRun:
         invocation: Strands' metrics, and the number of the invocation in them.
         nudged: What was added to a message for the model call in flight, and the words.
         resumed: A hook has resumed the agent: the next attempt begins its iterations anew.
-        asked: The tool calls of the batch in flight. Uses are told apart by identity.
-        lineage: Every guard that its calls are charged to.
+        requested: The tool calls of the batch in flight. Uses are told apart by identity.
+        ancestry: Every guard that its calls are charged to.
         bodies: What runs in the background, with its loop; it ends with the run (`is_left`).
         cycle_span: The span of the cycle in flight.
         error: What left the run.
@@ -51,21 +51,21 @@ class AgentRun:
         due: The run is to be left as soon as it can be.
     """
 
-    def __init__(self, opened: Opened, agent: Any, invocation: tuple[Any, int]) -> None:
-        self.session, self.inside, self.shared, self.node = opened
+    def __init__(self, opening: OpenedRun, agent: Any, invocation: tuple[Any, int]) -> None:
+        self.session, self.inside, self.shared, self.node = opening
         self.run = self.session.run
         self.invocation = invocation
         self.nudged: tuple[list[Any], object] = [], None
-        self.resumed = self.is_left = False
+        self.resumed = self.is_abandoned = False
         self.paused: Snapshot | None = None
         self.error: BaseException | None = None
         self.frame: Frame = self.run.frame()
         self.cycle_span: Any = None
-        self.asked: list[tuple[Mapping[str, Any], OpenToolCall]] = []
+        self.requested: list[tuple[Mapping[str, Any], OpenToolCall]] = []
         self.bodies: set[tuple[asyncio.AbstractEventLoop, kit.Scope]] = set()
         self.admitting = asyncio.Lock()
-        self.lineage = [one for nearest in self.run.guards for one in nearest.lineage]
-        self._warned = {one.run_id: len(one.warnings) for one in self.lineage}
+        self.ancestry = [one for nearest in self.run.guards for one in nearest.ancestry]
+        self._warned = {one.run_id: len(one.warnings) for one in self.ancestry}
         self.begin_attempt()
         summarizer = getattr(agent.conversation_manager, "summarization_agent", None)
         if summarizer is not None:
@@ -78,11 +78,11 @@ class AgentRun:
 
         A second one, without a turn between the two, is an agent's that goes round: it counts.
         """
-        before, above = _summarizers.get(agent), self.run.above
+        before, parent = _summarizers.get(agent), self.run.parent
         own = self.run.guard.budget.max_iterations
-        if before is None or above is None or not self.inside or own is not None:
+        if before is None or parent is None or not self.inside or own is not None:
             return False
-        now = (above.guard.run_id, above.guard.usage.iterations)
+        now = (parent.guard.run_id, parent.guard.usage.iterations)
         _summarizers.set(agent, now)
         return before != now
 
@@ -117,7 +117,7 @@ class AgentRun:
 
     def find(self, use: Mapping[str, Any]) -> OpenToolCall | None:
         """Find the open call of a tool use: that very one, or else one of the same id."""
-        going_on = [one for one in self.asked if one[1].result is None]
+        going_on = [one for one in self.requested if one[1].result is None]
         same = [one for one in going_on if one[0]["toolUseId"] == use["toolUseId"]]
         exact = [one for one in same if one[0] is use]
         return next((record for _, record in exact or same), None)
@@ -192,7 +192,7 @@ class AgentRun:
     def warnings(self) -> list[dict[str, Any]]:
         """Return the warnings that were given since the last time, for the stream."""
         found: list[dict[str, Any]] = []
-        for guard in self.lineage:
+        for guard in self.ancestry:
             given, known = guard.warnings, self._warned[guard.run_id]
             for name in given[known:]:
                 limit = getattr(guard.budget, name, None)
@@ -208,7 +208,7 @@ class AgentRun:
         """Return the event that ends an attempt, given Strands' own; None where it was stopped."""
         reason = str(event["stop"][0])
         # Where a run waits for a person's word, nothing may be left that could run.
-        waits = reason == "interrupt" and any(one.state == "waiting" for _, one in self.asked)
+        waits = reason == "interrupt" and any(one.state == "waiting" for _, one in self.requested)
         if self.trip is not None and reason != "checkpoint" and not waits:
             self._output = event["stop"][5]
             return None

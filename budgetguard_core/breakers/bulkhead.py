@@ -9,7 +9,7 @@ from collections.abc import Callable
 from budgetguard_core.settings import BulkheadConfig, nanoseconds
 
 
-class Place:
+class Slot:
     """A call's place in a bulkhead, or its place in the queue. Give it back with `release`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Bulkhead:
         self._max_wait_ns = nanoseconds(self.config.max_wait_duration)
         self._most = self.config.max_concurrent_calls
         self._running = 0
-        self._queue: deque[Place] = deque()
+        self._queue: deque[Slot] = deque()
         self._lock = threading.Lock()
 
     @property
@@ -52,26 +52,26 @@ class Bulkhead:
         del now_ns  # as the others are asked
         return self._running == 0
 
-    def acquire(self, now_ns: int) -> Place | None:
+    def acquire(self, now_ns: int) -> Slot | None:
         """Ask for a place: granted, or in the queue; None where the call is refused at once."""
         with self._lock:
             if self._running < self._most:
                 self._running += 1
-                return Place(True, now_ns)
+                return Slot(True, now_ns)
             if not self._max_wait_ns:
                 return None
-            place = Place(False, now_ns + self._max_wait_ns)
-            self._queue.append(place)
-            return place
+            slot = Slot(False, now_ns + self._max_wait_ns)
+            self._queue.append(slot)
+            return slot
 
-    def release(self, place: Place) -> None:
+    def release(self, slot: Slot) -> None:
         """Give a place back, or leave the queue. The next in the queue gets it. Twice is once."""
         with self._lock:
-            if place.released:
+            if slot.released:
                 return
-            place.released = True
-            if not place.granted:
-                self._queue.remove(place)
+            slot.released = True
+            if not slot.granted:
+                self._queue.remove(slot)
                 return
             if not self._queue:
                 self._running -= 1

@@ -47,9 +47,9 @@ class Permission(NamedTuple):
 
     permitted: bool
     generation: int
-    """What the call's result has to be reported with. It names the state that permitted it."""
+    """The token with which the call's result is reported. It names the state that permitted it."""
     retry_after: float | None = None
-    """Where it was turned away: seconds after which it may be permitted; None if that is not known
+    """For a refused call: seconds after which it may be permitted; None if that is not known
     (trial calls are in flight)."""
     transitions: tuple[StateTransition, ...] = ()
     """The changes of state that asking has brought about."""

@@ -21,7 +21,7 @@ REPORT_PROGRESS_DESCRIPTION: Final = (
     "Say how far the work is. Call it when you are asked to, and go on with the work after it. "
     "It changes nothing and nobody answers."
 )
-"""What the model reads about the tool."""
+"""The description of the tool that the model reads."""
 REPORT_PROGRESS_SCHEMA: Final[Mapping[str, Any]] = {
     "type": "object",
     "properties": {
@@ -90,7 +90,7 @@ class ProgressSignal:
         self._same = 0
         self._flat = 0
         # Requests in a row that brought no report.
-        self._asked = 0
+        self._requested = 0
         # A request was taken, and the turn that may answer it is not over.
         self._waiting = False
         # What the model was corrected for: "", "same", "flat" or "silent".
@@ -104,7 +104,7 @@ class ProgressSignal:
             self._begun = True
         elif self._waiting:
             self._waiting = False
-            self._asked += 1
+            self._requested += 1
             self.tripped = bool(self._cause)
             self.due = not self.tripped
         else:
@@ -117,12 +117,12 @@ class ProgressSignal:
         same = bool(self._same) and report.subgoal == self._subgoal
         flat = bool(self._flat) and report.estimate >= self._estimate
         # Who reports more often than asked is not nearer to a standstill for that.
-        asked = self._waiting or not self._same
+        requested = self._waiting or not self._same
         if self._cause == "same":
-            self.tripped = same and asked
+            self.tripped = same and requested
             over = not same
         elif self._cause == "flat":
-            self.tripped = flat and asked
+            self.tripped = flat and requested
             over = not flat
         else:
             over = bool(self._cause)
@@ -130,13 +130,13 @@ class ProgressSignal:
             # It has changed what it was corrected for: everything else begins anew as well.
             self._cause = ""
             same = flat = False
-        self._same = self._same + asked if same else 1
-        self._flat = self._flat + asked if flat else 1
+        self._same = self._same + requested if same else 1
+        self._flat = self._flat + requested if flat else 1
         self._subgoal = report.subgoal
-        if asked or not flat:
+        if requested or not flat:
             self._estimate = report.estimate
-        self._asked = 0
-        if asked:
+        self._requested = 0
+        if requested:
             self._since = 0
             self._waiting = False
         self.due = not (self._cause or self.tripped) and bool(self._standstill())
@@ -161,8 +161,8 @@ class ProgressSignal:
     def violation(self) -> Violation:
         """Return why the run is stopped; requested when `tripped`."""
         settings = self.settings
-        if self._asked:
-            limit, used = settings.unanswered, self._asked
+        if self._requested:
+            limit, used = settings.unanswered, self._requested
             what = f"requests in a row for a report were not answered, unanswered={limit}"
         elif self._cause == "same":
             limit, used = settings.same_subgoal, self._same
@@ -180,7 +180,7 @@ class ProgressSignal:
     def _standstill(self) -> str:
         """Name what shows a standstill; empty for none."""
         settings = self.settings
-        if self._asked >= settings.unanswered:
+        if self._requested >= settings.unanswered:
             return "silent"
         if self._same >= settings.same_subgoal:
             return "same"

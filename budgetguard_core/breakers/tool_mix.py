@@ -30,7 +30,7 @@ class ToolMixAlarm:
         self._rest = 0
         self._calls = 0
         self._next_look = settings.minimum_number_of_calls
-        self._told = False
+        self._reported = False
 
     def observe(self, tool: str) -> dict[str, Any] | None:
         """Take in a tool call that starts; once, the fields of the event of an unusual mix."""
@@ -39,7 +39,7 @@ class ToolMixAlarm:
             self._counts[tool] += 1
         else:
             self._rest += 1
-        if self._told or self._calls < self._next_look:
+        if self._reported or self._calls < self._next_look:
             return None
         self._next_look *= 2
         return self._look()
@@ -56,7 +56,7 @@ class ToolMixAlarm:
         p_value = chi_squared_p_value(statistic, freedom)
         if p_value >= self.settings.alpha:
             return None
-        self._told = True
+        self._reported = True
         detail = (
             f"{self._calls} tool calls are unlike those of {baseline.runs} recorded runs: "
             f"chi-squared {statistic:.1f} with {freedom} degrees of freedom, "

@@ -19,7 +19,7 @@ _RING = 2 * _WINDOW + 2
 """Seconds that are kept: the window, now, and as far ahead as a call can be delayed."""
 
 FARTHEST_NS = (_WINDOW + 1) * NS_PER_SECOND
-"""How far ahead of now a call can be entered."""
+"""The time ahead of now at which a call can be entered."""
 
 
 class VelocityMeter:
@@ -46,11 +46,11 @@ class VelocityMeter:
         self._latest = 0
 
     def start_of_model_call(self, now_ns: int) -> int:
-        """When a model call may start that is admitted now: at once, or later in the band."""
+        """The start of a model call that is admitted now: at once, or later in the band."""
         return self._start(self._windows[:2], now_ns)
 
     def start_of_tool_call(self, now_ns: int) -> int:
-        """When a tool call may start that is admitted now."""
+        """The start of a tool call that is admitted now."""
         return self._start(self._windows[2:], now_ns)
 
     def _start(self, windows: list[_Window], now_ns: int) -> int:
@@ -59,9 +59,9 @@ class VelocityMeter:
 
     def book(self, start_ns: int, tokens: int = 0, cost: int = 0, tool_calls: int = 0) -> None:
         """Enter an admitted call at its start, 61 s ahead at most; the cost in femto-dollars."""
-        place = start_ns // NS_PER_SECOND % _RING
+        index = start_ns // NS_PER_SECOND % _RING
         for window, amount in zip(self._windows, (tokens, cost, tool_calls), strict=True):
-            window.ring[place] += amount
+            window.ring[index] += amount
             window.total += amount
 
     def correct(
@@ -113,13 +113,13 @@ class _Window:
         self.total = 0
 
     def start(self, second: int) -> int:
-        """When a call may start that is in the band: when what was used has fallen below it."""
-        left = self.total
+        """The time at which a call in the band may start: when usage has fallen below it."""
+        remaining = self.total
         oldest = second - _WINDOW
         while True:
-            left -= self.ring[oldest % _RING]
+            remaining -= self.ring[oldest % _RING]
             oldest += 1
-            if left < self.band or oldest > second:
+            if remaining < self.band or oldest > second:
                 return (oldest + _WINDOW) * NS_PER_SECOND
 
     def correct(self, second: int, now: int, amount: int) -> None:
@@ -128,9 +128,9 @@ class _Window:
             second = now
         elif second < now - _WINDOW:
             return
-        place, ring = second % _RING, self.ring
-        amount = max(amount, -ring[place])
-        ring[place] += amount
+        index, ring = second % _RING, self.ring
+        amount = max(amount, -ring[index])
+        ring[index] += amount
         self.total += amount
 
     def pass_time(self, latest: int, second: int) -> None:

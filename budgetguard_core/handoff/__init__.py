@@ -1,4 +1,4 @@
-"""Where a stopped run goes on: to a person, a queue, a webhook, or a cheaper model."""
+"""Handoff of a stopped run: to a person, a queue, a webhook, or a cheaper model."""
 
 from budgetguard_core.handoff.fallback import Fallback
 from budgetguard_core.handoff.folder import Folder

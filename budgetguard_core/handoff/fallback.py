@@ -17,12 +17,12 @@ from budgetguard_core.kit import keep_turns
 Execute: TypeAlias = Callable[[list[Any], Guard], Any]
 
 
-_AROUND: ContextVar[tuple[Fallback, ...]] = ContextVar("budgetguard_fallbacks", default=())
+_ENCLOSING: ContextVar[tuple[Fallback, ...]] = ContextVar("budgetguard_fallbacks", default=())
 
 
-def fallbacks_around() -> tuple[Fallback, ...]:
+def enclosing_fallbacks() -> tuple[Fallback, ...]:
     """Return the fallbacks whose executor this code is a part of."""
-    return _AROUND.get()
+    return _ENCLOSING.get()
 
 
 class Fallback:
@@ -64,14 +64,14 @@ class Fallback:
         """Run the rest, and return what the executor returned."""
         guard = Guard(self._budget)
         messages = list(self._shorten(list(handed.outcome.messages)))
-        token = _AROUND.set((*fallbacks_around(), self))
+        token = _ENCLOSING.set((*enclosing_fallbacks(), self))
         try:
             with guard.activate():
                 result = self._execute(messages, guard)
                 if inspect.iscoroutine(result):
                     result = asyncio.run(result)
         finally:
-            _AROUND.reset(token)
+            _ENCLOSING.reset(token)
         if self._on_result is not None:
             self._on_result(handed, result)
         return result

@@ -29,10 +29,10 @@ class Folder:
         part = file.with_suffix(".part")
         text = json.dumps(handed.to_json(), ensure_ascii=False, indent=2)
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as opened:
+        with os.fdopen(descriptor, "wb") as stream:
             # Half of a character is no reason to keep nothing.
-            opened.write(text.encode(errors="replace"))
-            opened.flush()
-            os.fsync(opened.fileno())
+            stream.write(text.encode(errors="replace"))
+            stream.flush()
+            os.fsync(stream.fileno())
         part.replace(file)
         return file

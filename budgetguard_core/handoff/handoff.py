@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeAlias
 
 from budgetguard_core.errors import ConfigurationError, text_of
-from budgetguard_core.handoff.fallback import Fallback, fallbacks_around
+from budgetguard_core.handoff.fallback import Fallback, enclosing_fallbacks
 from budgetguard_core.handoff.record import HandedOver
 from budgetguard_core.outcome import Outcome, Status
 
@@ -79,9 +79,9 @@ class Handoff:
             # A forked process has none of the threads, and whatever lock they held.
             self._begin()
         handed = HandedOver(outcome)
-        around = fallbacks_around()
+        enclosing = enclosing_fallbacks()
         for target, name, deliver in self._targets:
-            if isinstance(target, Fallback) and target in around:
+            if isinstance(target, Fallback) and target in enclosing:
                 continue
             try:
                 with self._lock:

@@ -82,7 +82,7 @@ from budgetguard_core.kit.projection import Prompt, estimate, project
 from budgetguard_core.kit.pruning import Prune, keep_turns
 from budgetguard_core.kit.records import part, parts_of
 from budgetguard_core.kit.require import required
-from budgetguard_core.kit.resume import Resume, named, opened, resumed
+from budgetguard_core.kit.resume import Resume, named, open_run, resumed
 from budgetguard_core.kit.run import Run
 from budgetguard_core.kit.session import LastQuestion, Session
 from budgetguard_core.kit.stops import is_stop
@@ -187,7 +187,7 @@ __all__ = [
     "message_text",
     "named",
     "open_calls",
-    "opened",
+    "open_run",
     "outcome",
     "outcome_of",
     "part",

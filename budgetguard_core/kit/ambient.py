@@ -52,7 +52,7 @@ def housekeeping_for(guard: Guard) -> Guard:
         keeper: Guard = frame.guard
         if keeper.clock.is_housekeeping and keeper.clock.keeps_house_for(guard):
             return keeper
-        frame = frame.above
+        frame = frame.parent
     return guard
 
 
@@ -66,12 +66,12 @@ def in_force(frame: Frame | None) -> list[Guard]:
         if frame.is_live:
             run = frame.run
             for guard in (frame.guard,) if run is None else (frame.guard, *run.guards):
-                if not any(guard in one.lineage for one in guards):
+                if not any(guard in one.ancestry for one in guards):
                     guards.append(guard)
             if run is not None:
                 # A run was opened within all that is around it.
                 break
-        frame = frame.above
+        frame = frame.parent
     return guards
 
 
@@ -80,7 +80,7 @@ def inside_a_run(frame: Frame | None) -> bool:
     while frame is not None:
         if frame.is_live and frame.run is not None and not frame.run.is_loose:
             return True
-        frame = frame.above
+        frame = frame.parent
     return False
 
 
@@ -97,6 +97,6 @@ def open_model_call() -> OpenModelCall | None:
             break
         if not call.seen:
             return call
-        frame = frame.above
+        frame = frame.parent
     call = None if innermost is None else innermost.call
     return call if isinstance(call, OpenModelCall) and call.is_open else None

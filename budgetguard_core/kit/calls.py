@@ -37,7 +37,7 @@ class _Call:
         kept it would be kept by it, until the garbage collection looks for such circles.
         """
         run = self.run
-        return self._frame or Frame(run.guard, run=run, call=self, above=run.above)
+        return self._frame or Frame(run.guard, run=run, call=self, parent=run.parent)
 
     @frame.setter
     def frame(self, frame: Frame) -> None:
@@ -74,7 +74,7 @@ class OpenModelCall(_Call):
         *,
         nudge: str | None,
         max_output_tokens: int | None,
-        above: OpenModelCall | None,
+        parent: OpenModelCall | None,
         run: Any = None,
     ) -> None:
         self.run = run
@@ -82,7 +82,7 @@ class OpenModelCall(_Call):
         self.tickets = tuple(tickets)
         self.nudge = nudge
         self.max_output_tokens = max_output_tokens
-        self.above = above
+        self.parent = parent
 
     @property
     def ticket(self) -> Admit | None:
@@ -93,8 +93,8 @@ class OpenModelCall(_Call):
     @property
     def charged(self) -> tuple[Admit, ...]:
         """Every admission that stands for this call, those of the layers above included."""
-        above = () if self.above is None else self.above.charged
-        return (*self.tickets, *above)
+        parent = () if self.parent is None else self.parent.charged
+        return (*self.tickets, *parent)
 
     def attempted(self, used: TokenUsage | None, error: BaseException | str | None = None) -> None:
         """Take a lower layer's report of how an attempt at this call ended."""
@@ -105,8 +105,8 @@ class OpenModelCall(_Call):
     @property
     def seconds(self) -> float | None:
         """Seconds that the call may take from now on; None without a limit."""
-        if not self.tickets and self.above is not None:
-            return self.above.seconds
+        if not self.tickets and self.parent is not None:
+            return self.parent.seconds
         least: float | None = None
         for ticket in self.tickets:
             seconds = ticket.seconds

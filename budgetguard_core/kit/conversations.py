@@ -40,7 +40,7 @@ def run_id_of(key: object) -> str:
 
 def is_in_one(guards: Iterable[Guard], run_id: str | None = None) -> bool:
     """Return whether guards are those of runs in a conversation; in this one where it is named."""
-    names = [one.run_id for guard in guards for one in guard.lineage]
+    names = [one.run_id for guard in guards for one in guard.ancestry]
     return any(name == run_id if run_id else name.startswith(_PREFIX) for name in names)
 
 
@@ -71,7 +71,7 @@ class Conversation:
         except Exception as error:
             self.guard.tree.report("conversation", error)
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Take the end of one of its runs."""
         with _LOCK:
             self.runs -= 1

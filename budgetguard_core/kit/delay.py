@@ -96,21 +96,21 @@ def _to_wait(run: Any, call: OpenModelCall | OpenToolCall, wake: Callable[[], ob
             continue
         now = ticket.guard.tree.clock.monotonic_ns()
         seconds = max(seconds, (held.start_ns - now) / 1e9)
-        place = held.queued
-        if place is not None:
-            place.wake = wake
-            if place.granted:
+        slot = held.queued
+        if slot is not None:
+            slot.wake = wake
+            if slot.granted:
                 continue
-            if now >= place.wait_until_ns and isinstance(call, OpenToolCall):
+            if now >= slot.wait_until_ns and isinstance(call, OpenToolCall):
                 _refuse(run, call)
                 return 0
-            seconds = max(seconds, (place.wait_until_ns - now) / 1e9)
+            seconds = max(seconds, (slot.wait_until_ns - now) / 1e9)
     if seconds <= 0:
         return 0
     if run.has_to_end:
         return 0
-    left = run.time_left()
-    return seconds if left is None else min(seconds, left)
+    remaining = run.time_left()
+    return seconds if remaining is None else min(seconds, remaining)
 
 
 def _trip_of(run: Any, call: OpenModelCall | OpenToolCall) -> Trip | None:

@@ -265,7 +265,7 @@ class Envelope:
             CheckpointError: The snapshot, or that of the conversation, does not fit together.
         """
         frame = current()
-        around = in_force(frame)
+        enclosing = in_force(frame)
         if self.on_trip != "ask":
             asks = self.on_trip if callable(self.on_trip) else None
         elif asks is None:
@@ -274,22 +274,22 @@ class Envelope:
                 "Pass a function that asks a person: on_trip=ask_person."
             )
         if isinstance(self.budget, Guard):
-            run = self._seated(self.budget, frame, around, None if fresh else resume, loose)
+            run = self._seated(self.budget, frame, enclosing, None if fresh else resume, loose)
         else:
             budget, whole = self._bound(config, given), self.conversation
             if budget.per == "conversation":
                 budget, whole = Budget(loop_detection=budget.loop_detection), whole or budget
             joined = None
-            if whole is not None and loose and not is_in_one(around):
+            if whole is not None and loose and not is_in_one(enclosing):
                 raise ConfigurationError(
                     "a budget of a conversation needs runs with an end, got single calls. Put "
                     "them in a bounded block, or give a budget per run."
                 )
             if whole is not None and not loose:
-                joined = self._conversation(whole, frame, around, config, thread)
-            within = around if joined is None else [joined.guard]
+                joined = self._conversation(whole, frame, enclosing, config, thread)
+            within = enclosing if joined is None else [joined.guard]
             guard = self._fresh(budget, frame, within, resume, fresh, run_id, config, loose)
-            run = Run(self, guard, frame, around, loose=loose)
+            run = Run(self, guard, frame, enclosing, loose=loose)
             run.conversation = joined
         if callable(asks):
             run.guard.state.ask_before_a_stop(asks)
@@ -302,21 +302,21 @@ class Envelope:
         self,
         budget: Budget,
         frame: Frame | None,
-        around: Sequence[Guard],
+        enclosing: Sequence[Guard],
         config: Any,
         thread: object,
     ) -> Conversation | None:
         """Join the conversation of a run; None where that is a part of another run of it."""
         found = self.conversation_id
         key = (found(config) if callable(found) else found) or thread
-        if key is None and is_in_one(around):
+        if key is None and is_in_one(enclosing):
             return None
         name = run_id_of(key)
-        if is_in_one(around, name):
+        if is_in_one(enclosing, name):
             return None
 
         def make(before: Snapshot | None) -> Guard:
-            return self._fresh(budget, frame, around, before, False, name, config, False)
+            return self._fresh(budget, frame, enclosing, before, False, name, config, False)
 
         return joined_conversation(name, self.store, make)
 
@@ -347,7 +347,7 @@ class Envelope:
         self,
         budget: Budget,
         frame: Frame | None,
-        around: Sequence[Guard],
+        enclosing: Sequence[Guard],
         resume: Snapshot | None,
         fresh: bool,
         run_id: str | None,
@@ -357,14 +357,18 @@ class Envelope:
         in_a_call = frame is not None and isinstance(frame.call, OpenModelCall)
         # What runs inside of a call that is counted already is charged beside it: the first call
         # here is the same one, and only this budget has not seen it.
-        near = [] if in_a_call or loose else [one for one in around if (one.tree is around[0].tree)]
+        near = (
+            []
+            if in_a_call or loose
+            else [one for one in enclosing if (one.tree is enclosing[0].tree)]
+        )
         paid: dict[str, Any] = {"ledger": self.ledger, "tenant": self._tenant(config)}
         settings: dict[str, Any] = {
             # The log of the run around single calls has them already.
-            "sinks": None if loose and around and not self.sinks else self.sinks,
+            "sinks": None if loose and enclosing and not self.sinks else self.sinks,
             "on_warning": self.on_warning,
-            "price_book": self.price_book or (around[0].tree.price_book if around else None),
-            "clock": self.clock or (around[0].tree.clock if around else None),
+            "price_book": self.price_book or (enclosing[0].tree.price_book if enclosing else None),
+            "clock": self.clock or (enclosing[0].tree.clock if enclosing else None),
             "breakers": self.breakers,
         }
         if resume is not None:
@@ -384,12 +388,12 @@ class Envelope:
                 mode=self.mode,
                 run_id=run_id,
                 on_warning=self.on_warning,
-                beside=near[1:],
+                linked=near[1:],
                 breakers=self.breakers,
                 **paid,
             )
-        if around:
-            budget = budget.inheriting(around[0].budget)
+        if enclosing:
+            budget = budget.inheriting(enclosing[0].budget)
         return Guard(budget, mode=self.mode, run_id=run_id, **settings, **paid)
 
     def _tenant(self, config: Any) -> Tenant | None:
@@ -408,7 +412,7 @@ class Envelope:
         self,
         budget: Guard,
         frame: Frame | None,
-        around: Sequence[Guard],
+        enclosing: Sequence[Guard],
         resume: Snapshot | None,
         loose: bool,
     ) -> Run:
@@ -417,19 +421,19 @@ class Envelope:
                 # Made anew for this request; one that counts already has counted the one before.
                 type(budget).restore(resume, onto=budget)
             budget.go_on()
-        part = next((one for one in around if budget in one.lineage), None)
+        part = next((one for one in enclosing if budget in one.ancestry), None)
         if part is not None:
-            siblings = [one for one in around if one is not part and (one.tree is part.tree)]
-            return Run(self, part.child(beside=siblings), frame, around, loose=loose)
+            siblings = [one for one in enclosing if one is not part and (one.tree is part.tree)]
+            return Run(self, part.child(linked=siblings), frame, enclosing, loose=loose)
         siblings = [
-            one for one in around if (one.tree is budget.tree) and one not in budget.lineage
+            one for one in enclosing if (one.tree is budget.tree) and one not in budget.ancestry
         ]
         with _LOCK:
             seat = _SEATS.get(budget)
             before = None if seat is None else seat()
             if siblings or (before is not None and not before.ended):
-                return Run(self, budget.child(beside=siblings), frame, around, loose=loose)
-            run = Run(self, budget, frame, around, loose=loose)
+                return Run(self, budget.child(linked=siblings), frame, enclosing, loose=loose)
+            run = Run(self, budget, frame, enclosing, loose=loose)
             _SEATS[budget] = weakref.ref(run)
             return run
 
@@ -447,8 +451,8 @@ def joined() -> Run | None:
             frame.run = Run(
                 Envelope(budget=frame.guard),
                 frame.guard,
-                frame.above,
-                in_force(frame.above),
+                frame.parent,
+                in_force(frame.parent),
                 loose=True,
             )
     run: Run = frame.run

@@ -35,10 +35,10 @@ _WHOLE: Final = {int}
 class _Figure:
     # Plain numbers: the hash of an enum's member is a call of its own.
     PROMPT = 1
-    PROMPT_BESIDE = 2
+    PROMPT_EXTRA = 2
     NOT_CACHED = 3
     OUTPUT = 4
-    OUTPUT_BESIDE = 5
+    OUTPUT_EXTRA = 5
     TOTAL = 6
     READ = 7
     WRITE = 8
@@ -79,8 +79,8 @@ _NAMES: Final = {
     "prompt_token_count": _Figure.PROMPT,
     "promptTokenCount": _Figure.PROMPT,
     "prompt_eval_count": _Figure.PROMPT,
-    "tool_use_prompt_token_count": _Figure.PROMPT_BESIDE,
-    "toolUsePromptTokenCount": _Figure.PROMPT_BESIDE,
+    "tool_use_prompt_token_count": _Figure.PROMPT_EXTRA,
+    "toolUsePromptTokenCount": _Figure.PROMPT_EXTRA,
     "prompt_cache_miss_tokens": _Figure.NOT_CACHED,
     "output_tokens": _Figure.OUTPUT,
     "completion_tokens": _Figure.OUTPUT,
@@ -91,8 +91,8 @@ _NAMES: Final = {
     "response_token_count": _Figure.OUTPUT,
     "responseTokenCount": _Figure.OUTPUT,
     "eval_count": _Figure.OUTPUT,
-    "thoughts_token_count": _Figure.OUTPUT_BESIDE,
-    "thoughtsTokenCount": _Figure.OUTPUT_BESIDE,
+    "thoughts_token_count": _Figure.OUTPUT_EXTRA,
+    "thoughtsTokenCount": _Figure.OUTPUT_EXTRA,
     "total_tokens": _Figure.TOTAL,
     "totalTokens": _Figure.TOTAL,
     "total_token_count": _Figure.TOTAL,
@@ -357,7 +357,7 @@ def _sum(usages: Iterable[TokenUsage]) -> TokenUsage:
     return TokenUsage._make((*counts[:-1], False)) if counts else TokenUsage()
 
 
-def _is_beside(fields: Mapping[Any, Any]) -> bool:
+def _is_separate(fields: Mapping[Any, Any]) -> bool:
     """Return whether a record may count its prompt without what went through the cache."""
     if "input_tokens" in fields:
         return not _ANTHROPIC_CACHE.isdisjoint(fields)
@@ -365,12 +365,16 @@ def _is_beside(fields: Mapping[Any, Any]) -> bool:
 
 
 def _add_up(figures: Mapping[int, int], fields: Mapping[Any, Any], *, legible: bool) -> TokenUsage:
-    told = figures.get
-    prompt, output, total = told(_Figure.PROMPT, 0), told(_Figure.OUTPUT, 0), told(_Figure.TOTAL, 0)
+    amount = figures.get
+    prompt, output, total = (
+        amount(_Figure.PROMPT, 0),
+        amount(_Figure.OUTPUT, 0),
+        amount(_Figure.TOTAL, 0),
+    )
     if prompt and output and sum(figures.values()) == prompt + output + total:
         # Nothing went through a cache, and nobody reasoned.
         return TokenUsage(prompt, max(output, total - prompt), estimated=not legible)
-    read, reasoning = told(_Figure.READ, 0), told(_Figure.REASONING, 0)
+    read, reasoning = amount(_Figure.READ, 0), amount(_Figure.REASONING, 0)
     if (
         prompt
         and output
@@ -381,19 +385,19 @@ def _add_up(figures: Mapping[int, int], fields: Mapping[Any, Any], *, legible: b
     ):
         # What was cached, and what was reasoning, is inside.
         return TokenUsage(prompt, output, read, 0, 0, reasoning, estimated=not legible)
-    write_1h = told(_Figure.WRITE_1H, 0)
-    write = max(told(_Figure.WRITE, 0), write_1h + told(_Figure.WRITE_5M, 0))
+    write_1h = amount(_Figure.WRITE_1H, 0)
+    write = max(amount(_Figure.WRITE, 0), write_1h + amount(_Figure.WRITE_5M, 0))
     cached = read + write
     # Strands fills in the same record for providers that count the cache inside.
-    if _is_beside(fields) and (total != prompt + output or cached > prompt):
+    if _is_separate(fields) and (total != prompt + output or cached > prompt):
         prompt += cached
-    prompt = max(prompt, cached, read + told(_Figure.NOT_CACHED, 0))
-    prompt += told(_Figure.PROMPT_BESIDE, 0)
+    prompt = max(prompt, cached, read + amount(_Figure.NOT_CACHED, 0))
+    prompt += amount(_Figure.PROMPT_EXTRA, 0)
     if reasoning > output:
         output += reasoning
-    beside_it = told(_Figure.OUTPUT_BESIDE, 0)
-    output += beside_it
-    reasoning += beside_it
+    extra = amount(_Figure.OUTPUT_EXTRA, 0)
+    output += extra
+    reasoning += extra
 
     has_prompt, has_output = _Figure.PROMPT in figures, _Figure.OUTPUT in figures
     if has_output and not has_prompt and total >= prompt + output > 0:

@@ -25,7 +25,7 @@ from budgetguard_core.stop import StopReason, Trip
 ANSWER_NOW = (
     "Answer now with what you know so far, and say what is still open. Tools can no longer be used."
 )
-"""What the model is asked; for this call alone, so that no history holds it."""
+"""The request to the model; for this call alone, so that no history holds it."""
 _LONGEST = 4096  # tokens that every current model may write
 _SHORTEST = 64  # tokens below which an answer says nothing
 _LEAST_WAIT = 0.01
@@ -73,7 +73,7 @@ class LastAnswer:
             lambda: run.guard.child(caps), self._seconds, answers_for=payer.run_id
         )
 
-    def asked(
+    def requested(
         self,
         call: ModelCall,
         model: Callable[[OpenModelCall], Answer],
@@ -94,19 +94,19 @@ class LastAnswer:
         """
         try:
             with entered(self._run.frame()), self._block as keeper:
-                opened = yield from self._opened(call, keeper)
-                if opened is None:
+                open_call = yield from self._open_call(call, keeper)
+                if open_call is None:
                     return None
                 try:
-                    with entered(opened.frame):
+                    with entered(open_call.frame):
                         answer: Answer = yield Step(
-                            lambda: self._in_thread(lambda: model(opened), keeper),
-                            lambda: self._awaited(lambda: model_async(opened), keeper),
+                            lambda: self._in_thread(lambda: model(open_call), keeper),
+                            lambda: self._awaited(lambda: model_async(open_call), keeper),
                         )
                 except BaseException as error:
-                    self._run.failed(opened, error)
+                    self._run.failed(open_call, error)
                     raise
-                return self._taken(opened, answer)
+                return self._taken(open_call, answer)
         except asyncio.CancelledError:
             # The run is to be ended first: the cancellation comes up again at the next `await`.
             task = asyncio.current_task()
@@ -123,14 +123,14 @@ class LastAnswer:
     def ask(self, call: ModelCall, model: Callable[[OpenModelCall], Answer]) -> str | None:
         """Make the call as `asked` does, in a thread."""
         either: Any = model
-        return run_blocking(self.asked(call, model, either))
+        return run_blocking(self.requested(call, model, either))
 
     async def ask_async(
         self, call: ModelCall, model: Callable[[OpenModelCall], Awaitable[Answer]]
     ) -> str | None:
         """Make the call as `asked` does, in this task."""
         either: Any = model
-        return await run_awaited(self.asked(call, either, model))
+        return await run_awaited(self.requested(call, either, model))
 
     async def _awaited(self, work: Callable[[], Awaitable[Answer]], keeper: Guard) -> Answer:
         limit = asyncio.timeout(keeper.time_left())
@@ -143,22 +143,22 @@ class LastAnswer:
                 raise
         raise _Aborted if self._run.aborted else TimeoutError(late(self._seconds))
 
-    def _opened(self, call: ModelCall, keeper: Guard) -> Flow[OpenModelCall | None]:
+    def _open_call(self, call: ModelCall, keeper: Guard) -> Flow[OpenModelCall | None]:
         call.min_output_tokens = max(call.min_output_tokens, _SHORTEST)
-        opened = yield from self._run.ask(lambda: self._run.model_call(call))
-        if isinstance(opened, Stop):
+        open_call = yield from self._run.ask(lambda: self._run.model_call(call))
+        if isinstance(open_call, Stop):
             self._run.guard.tree.report(
                 f"last answer: a prompt of {call.input_tokens} tokens does not fit into what is "
                 "left of finalize_reserve, or of what others pay"
             )
             return None
-        opened.frame = Frame(keeper, run=self._run, call=opened, above=self._run.above)
-        return opened
+        open_call.frame = Frame(keeper, run=self._run, call=open_call, parent=self._run.parent)
+        return open_call
 
-    def _taken(self, opened: OpenModelCall, answer: Answer) -> str | None:
+    def _taken(self, open_call: OpenModelCall, answer: Answer) -> str | None:
         text = answer.text.strip()
         self._run.answered(
-            opened, answer.usage, text=text, model=answer.model, cost_usd=answer.cost_usd
+            open_call, answer.usage, text=text, model=answer.model, cost_usd=answer.cost_usd
         )
         self._run.finalized = bool(text)
         return text or None
@@ -202,7 +202,7 @@ def last_answer(run: Run, trip: Trip | None = None) -> LastAnswer | None:
 
     It has one where a budget with a `finalize_reserve` is enforced and a limit stops the run, this
     run's or one of those that it shares its budget with. It has none where it was aborted, or where
-    the stop goes through to the run around it, which may have its own.
+    the stop propagates to the run around it, which may have its own.
 
     Args:
         run: The stopped run.
@@ -213,12 +213,12 @@ def last_answer(run: Run, trip: Trip | None = None) -> LastAnswer | None:
         return None
     if any(violation.reason is StopReason.ABORTED for violation in trip.violations):
         return None
-    for guard in run.guard.lineage:
+    for guard in run.guard.ancestry:
         if run.is_inside(guard.run_id):
             return None
         reserve = guard.budget.finalize_reserve
         if reserve is not None and guard.mode is Mode.ENFORCE:
-            if any(one.run_id == trip.run_id for one in guard.lineage[1:]):
+            if any(one.run_id == trip.run_id for one in guard.ancestry[1:]):
                 return None
             if guard.clock.time_left(whole=True) == 0:
                 run.guard.tree.report("last answer: no time is left for it")

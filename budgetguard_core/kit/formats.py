@@ -54,15 +54,15 @@ def _listed(content: Any) -> list[Any]:
 
 def read_call(call: Any) -> Call:
     """Read one tool call of OpenAI's, Anthropic's, Bedrock's, Gemini's or LangChain's."""
-    told = parts_of(call)
-    function = told("function") or told("custom") or told("toolUse") or told("function_call")
-    about = parts_of(function) if function else told
+    field = parts_of(call)
+    function = field("function") or field("custom") or field("toolUse") or field("function_call")
+    about = parts_of(function) if function else field
     arguments = about("arguments")
     if arguments is None:
         arguments = about("input")
     if arguments is None:
         arguments = about("args")
-    id_ = told("call_id") or told("id") or about("id") or about("toolUseId") or ""
+    id_ = field("call_id") or field("id") or about("id") or about("toolUseId") or ""
     return Call(str(id_), str(about("name") or ""), arguments)
 
 
@@ -91,12 +91,12 @@ class Chat:
         if role == "tool":
             id_ = message.get("tool_call_id") or message.get("tool_name")  # Ollama's
             return Turn("tool", (), (), ((str(id_), content_text(content)),), False, (message,))
-        asked = message.get("tool_calls") if role == "assistant" else None
+        requested = message.get("tool_calls") if role == "assistant" else None
         parts: Sequence[Any] = (content,)
         if not isinstance(content, str):
             parts = () if content is None else _listed(content)
             parts = [part(one, "text") if part(one, "type") == "text" else one for one in parts]
-        calls = tuple(read_call(one) for one in asked) if asked else ()
+        calls = tuple(read_call(one) for one in requested) if requested else ()
         synthetic = isinstance(message, SyntheticMessage)
         return Turn(cast("Any", role), tuple(parts), calls, synthetic=synthetic)
 
@@ -110,8 +110,8 @@ class Chat:
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""
-        said = "" if onto is None else message_text(onto)
-        return SyntheticMessage(f"{said}\n\n{text}" if said else text, metadata)
+        written = "" if onto is None else message_text(onto)
+        return SyntheticMessage(f"{written}\n\n{text}" if written else text, metadata)
 
     def words(self, role: str, parts: Sequence[Any]) -> Message:
         """Write one message of these parts."""
@@ -179,8 +179,8 @@ class Converse:
 
     def ending(self, text: str, metadata: Mapping[str, Any], onto: Message | None) -> Message:
         """Write the synthetic last message."""
-        said: list[Any] = [] if onto is None else onto["content"]
-        blocks: Any = [*said, {"text": text}]
+        written: list[Any] = [] if onto is None else onto["content"]
+        blocks: Any = [*written, {"text": text}]
         return SyntheticMessage(text, metadata, role="assistant", content=blocks)
 
     def words(self, role: str, parts: Sequence[Any]) -> Message:

@@ -34,7 +34,7 @@ class Lifetime:
         guard: The guard of this run.
         guards: Every guard that the run's calls are charged to: its own first, then a part of each
             guard of another tree that is in force around it.
-        above: The frame that the run was opened in; None at the top.
+        parent: The frame that the run was opened in; None at the top.
         trip: Why the run was stopped; None while it may go on.
         outcome: How the run ended, or where it paused; None before.
         ended: The run is over. Nothing that it left behind is a part of it any more, but for what
@@ -56,15 +56,15 @@ class Lifetime:
         self,
         envelope: Any,
         guard: Guard,
-        above: Frame | None,
-        around: Sequence[Guard],
+        parent: Frame | None,
+        enclosing: Sequence[Guard],
         *,
         loose: bool = False,
     ) -> None:
         self.envelope = envelope
         self.guard = guard
-        self.guards = (guard, *_beside(guard, around))
-        self.above = above
+        self.guards = (guard, *_siblings(guard, enclosing))
+        self.parent = parent
         self.trip: Trip | None = None
         self.outcome: Outcome | None = None
         self.ended = False
@@ -72,7 +72,7 @@ class Lifetime:
         self._was_cut = False
         self.finalized = False
         self._refused: Trip | None = None
-        self._around = {one.run_id for nearest in around for one in nearest.lineage}
+        self._enclosing = {one.run_id for nearest in enclosing for one in nearest.ancestry}
         self._saving = threading.RLock()
         store = envelope.store
         self._checkpoints = None if store is None else Checkpoints(guard, store)
@@ -85,11 +85,11 @@ class Lifetime:
         self._note: str | None = None
         self._prunes = False
         # An `activate` block bounds a run and reads no answer of its.
-        self._is_inside_a_run = inside_a_run(above)
+        self._is_inside_a_run = inside_a_run(parent)
         # Nobody tells the end of a loose run, so nobody waits for it.
-        if self._parent is not None and not loose:
-            self._parent._children.add(self)  # noqa: SLF001 - another run's own field
-        self._block = None if loose else THREADS.opened()
+        if self._outer_run is not None and not loose:
+            self._outer_run._children.add(self)  # noqa: SLF001 - another run's own field
+        self._block = None if loose else THREADS.open_block()
 
     # The code of the run
 
@@ -99,7 +99,7 @@ class Lifetime:
 
     def frame(self, call: OpenModelCall | OpenToolCall | None = None) -> Frame:
         """Return a frame for code of the run, to be set where a block cannot be used."""
-        return Frame(self.guard, run=self, call=call, above=self.above)
+        return Frame(self.guard, run=self, call=call, parent=self.parent)
 
     @property
     def goes_on_here(self) -> bool:
@@ -115,19 +115,19 @@ class Lifetime:
         """True if runs inside this one go on; at a deadline they end first, by themselves."""
         return any(not child.ended for child in list(self._children))
 
-    def told(self, text: str) -> None:
+    def record_prompt(self, text: str) -> None:
         """Record what the run was asked, before its first call.
 
         Where it is what the run before it has answered, on the same guard or in the same run or
         `activate` block around them, the two talk to each other: their answers are looked at for
         repetition there, as the replies of one conversation.
         """
-        around = self._parent or self.above
-        guard = self.guard if around is None else around.guard
+        enclosing = self._outer_run or self.parent
+        guard = self.guard if enclosing is None else enclosing.guard
         self._is_answer = bool(text.strip()) and text.strip() == guard.state.last_answer
         if self._is_answer:
             self.user_spoke = False
-            if around is not None and guard.check() is None:
+            if enclosing is not None and guard.check() is None:
                 self._note = guard.take_nudge()
 
     def begin_turn(self) -> None:
@@ -151,9 +151,9 @@ class Lifetime:
         """Seconds until the nearest deadline around this run; None without one."""
         nearest: float | None = None
         for guard in self.guards:
-            left = housekeeping_for(guard).time_left()
-            if left is not None and (nearest is None or left < nearest):
-                nearest = left
+            leave = housekeeping_for(guard).time_left()
+            if leave is not None and (nearest is None or leave < nearest):
+                nearest = leave
         return nearest
 
     @property
@@ -179,8 +179,8 @@ class Lifetime:
 
     @property
     def is_enforced(self) -> bool:
-        """True if any guard of the run ends it; else all of them look on, or are off."""
-        return any(one.mode is Mode.ENFORCE for guard in self.guards for one in guard.lineage)
+        """True if any guard of the run ends it; else all of them observe only, or are off."""
+        return any(one.mode is Mode.ENFORCE for guard in self.guards for one in guard.ancestry)
 
     def framework_limit(self, detail: str) -> Trip:
         """Return the stop of a run that its framework's own cap has ended, to `end` it with.
@@ -216,17 +216,17 @@ class Lifetime:
         """Take the corrective message that is due, to deliver it in a tool's result."""
         return next((text for guard in self.guards if (text := guard.take_nudge())), None)
 
-    def is_of_the_run_around(self, trip: Trip) -> bool:
+    def is_of_parent_run(self, trip: Trip) -> bool:
         """Return whether a stop is that of a run around this one.
 
-        Such a stop goes through: the adapter closes its history and raises, so that nobody takes
+        Such a stop propagates: the adapter closes its history and raises, so that nobody takes
         its partial result for an answer. Only a run's own envelope gives its parent one.
         """
         return self.is_inside(trip.run_id)
 
     def is_inside(self, run_id: str) -> bool:
         """Return whether this is a part of a run that somebody else ends."""
-        return self._is_inside_a_run and run_id in self._around
+        return self._is_inside_a_run and run_id in self._enclosing
 
     # Checkpoints, pauses and the end
 
@@ -274,13 +274,13 @@ class Lifetime:
                     self.guard.tree.report("checkpoint", error)
             if self._checkpoints is not None and self.conversation is not None:
                 self.conversation.save()
-        if self._parent is not None:
-            self._parent.save()
+        if self._outer_run is not None:
+            self._outer_run.save()
 
     @property
     def is_saved(self) -> bool:
         """True if `save` has anything to do."""
-        parent = self._parent
+        parent = self._outer_run
         return self.envelope.store is not None or (parent is not None and parent.is_saved)
 
     def end(
@@ -309,10 +309,10 @@ class Lifetime:
         """
         self.trip = trip or self.stopped_by
         if self.trip is None and isinstance(final, str):
-            around = self._parent or self.above
-            guard = self.guard if around is None else around.guard
+            enclosing = self._outer_run or self.parent
+            guard = self.guard if enclosing is None else enclosing.guard
             guard.state.last_answer = final.strip()
-            if self._is_answer and around is not None:
+            if self._is_answer and enclosing is not None:
                 guard.report_reply(final)
         return self._concluded(
             "completed" if self.trip is None else "terminated",
@@ -362,7 +362,7 @@ class Lifetime:
 
     async def in_thread(self, end: Callable[[], Outcome]) -> Outcome:
         """Do one of the three above from an event loop without blocking it: in a thread, if I/O."""
-        if self.envelope.store is None and not self.guard.tree.sinks and self._parent is None:
+        if self.envelope.store is None and not self.guard.tree.sinks and self._outer_run is None:
             return end()
         return await asyncio.to_thread(end)
 
@@ -380,7 +380,7 @@ class Lifetime:
     def is_passed_on(self) -> bool:
         """True if the caller gets `BudgetExceeded` for the stop: it asked for it, or is cut too."""
         trip = self.trip
-        return trip is not None and (self.is_to_raise or self.is_of_the_run_around(trip))
+        return trip is not None and (self.is_to_raise or self.is_of_parent_run(trip))
 
     def _concluded(
         self,
@@ -401,7 +401,7 @@ class Lifetime:
         if self._block is not None:
             THREADS.closed(self._block)
         self._was_cut = status in ("terminated", "failed")
-        if not (self.trip is None or self.is_loose or self.is_of_the_run_around(self.trip)):
+        if not (self.trip is None or self.is_loose or self.is_of_parent_run(self.trip)):
             log_stop(self.trip, self.guard.run_id)
         for guard in self.guards[1:]:
             end_run(guard, trip=self.trip, paused=status == "paused", error=error)
@@ -419,7 +419,7 @@ class Lifetime:
             finalized=self.finalized and status == "terminated",
         )
         if self.conversation is not None:
-            self.conversation.left()
+            self.conversation.leave()
         self.envelope.note(self.outcome)
         if self.envelope.on_outcome is not None:
             try:
@@ -434,28 +434,28 @@ class Lifetime:
     # What others tell
 
     @property
-    def _parent(self) -> Lifetime | None:
-        frame = self.above
+    def _outer_run(self) -> Lifetime | None:
+        frame = self.parent
         return None if frame is None else frame.run
 
     def _stopped(self, stop: Stop) -> Stop:
-        if self.trip is None and self.is_loose and not self.is_of_the_run_around(stop.trip):
+        if self.trip is None and self.is_loose and not self.is_of_parent_run(stop.trip):
             # Nobody tells its end.
             log_stop(stop.trip, self.guard.run_id)
         self.trip = self.trip or stop.trip
-        run = self._parent
+        run = self._outer_run
         while run is not None:
-            if any(stop.trip.run_id == one.run_id for g in run.guards for one in g.lineage):
+            if any(stop.trip.run_id == one.run_id for g in run.guards for one in g.ancestry):
                 run._refused = run._refused or stop.trip  # noqa: SLF001
-            run = run._parent  # noqa: SLF001
+            run = run._outer_run  # noqa: SLF001
         return stop
 
 
-def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
+def _siblings(guard: Guard, enclosing: Sequence[Guard]) -> list[Guard]:
     """Make a part of each guard of another tree; their loops are not looked for here."""
     parts: list[Guard] = []
     trees: list[list[Guard]] = []
-    for one in around:
+    for one in enclosing:
         if one.tree is guard.tree:
             continue
         siblings = next((tree for tree in trees if tree[0].tree is one.tree), None)
@@ -464,5 +464,5 @@ def _beside(guard: Guard, around: Sequence[Guard]) -> list[Guard]:
         else:
             siblings.append(one)
     for first, *rest in trees:
-        parts.append(first.child(Budget(loop_detection=None), beside=rest))
+        parts.append(first.child(Budget(loop_detection=None), linked=rest))
     return parts

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from budgetguard_core.ledger import Ledger, Tenant
 
 OnTrip: TypeAlias = Literal["return", "raise", "ask"] | AsksPerson
-"""What a caller gets of a stopped run: its partial result, or `BudgetExceeded`; or who is asked
+"""The result of a stopped run: its partial result, or `BudgetExceeded`; or who is asked
 before a cap stops it."""
 
 

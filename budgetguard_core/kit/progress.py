@@ -20,7 +20,7 @@ class ToolForm(NamedTuple):
     name: str
     """Its name."""
     description: str
-    """What the model reads about it."""
+    """The description that the model reads."""
     parameters: Mapping[str, Any]
     """The JSON Schema of its arguments."""
     report: Callable[[object], str]
@@ -30,8 +30,8 @@ class ToolForm(NamedTuple):
 def _report(arguments: object) -> str:
     frame = current()
     if frame is not None:
-        said: str = frame.guard.report_progress(arguments)
-        return said
+        text: str = frame.guard.report_progress(arguments)
+        return text
     # Nobody asks how far it is, but the agent of a user who tries it out is told what is wrong.
     report = read_report(arguments)
     return report if isinstance(report, str) else NOTED

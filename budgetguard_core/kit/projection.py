@@ -64,11 +64,11 @@ _NOT_SENT: Final = frozenset(
         "usage_metadata",
     }
 )
-"""What messages and their blocks hold beside the text that a model reads."""
+"""Fields of messages and their blocks besides the text that a model reads."""
 _JSON: Final = frozenset(
     {"args", "arguments", "input", "json", "parameters", "response", "structuredContent"}
 )
-"""What is written as JSON for the model: all of it counts, whatever the names in it."""
+"""Fields written as JSON for the model: all of it counts, whatever the names in it."""
 _ENCRYPTED: Final = frozenset({"encrypted_content", "redactedContent", "redacted_content"})
 _MAY_BE_ENCRYPTED: Final = _ENCRYPTED | {"data"}
 # Tuples, because a union is made anew wherever it is written.
@@ -82,7 +82,7 @@ _INPUT_SCHEMAS: Final = (
     "inputSchema",
     "args_schema",
 )
-"""Where the tools of LangChain, the OpenAI Agents SDK and MCP keep the schema of their input."""
+"""The fields in which tools of LangChain, the OpenAI Agents SDK and MCP keep their input schema."""
 _ABOUT: Final = ("name", "tool_name", "description", "tool_description")
 
 

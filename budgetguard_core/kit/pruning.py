@@ -34,9 +34,9 @@ def keep_turns(last: int = 6, *, first: int = 0) -> Prune:
 
     def prune(messages: list[Any]) -> Sequence[Any]:
         starts = [
-            place
-            for place, message in enumerate(messages)
-            if _is_the_models(message) and not (place and _is_the_models(messages[place - 1]))
+            position
+            for position, message in enumerate(messages)
+            if _is_the_models(message) and not (position and _is_the_models(messages[position - 1]))
         ]
         if len(starts) <= first + last:
             return messages

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from decimal import Decimal
 
 
-Asked: TypeAlias = OpenModelCall | OpenToolCall | Stop
-"""What was answered to whoever asked for a call."""
+Admitted: TypeAlias = OpenModelCall | OpenToolCall | Stop
+"""The answer to a request for a call."""
 
 
 _KEEPS_ITS_OWN = "fallback_model: the model of a request cannot be set here, so it keeps its own"
 _Calls = TypeVar("_Calls", OpenModelCall | Stop, OpenToolCall, list[OpenToolCall])
-_Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Asked)
+_Waits = TypeVar("_Waits", OpenModelCall | Stop, OpenToolCall, Admitted)
 
 
 class Run(Lifetime):
@@ -74,8 +74,8 @@ class Run(Lifetime):
         answer: _Calls = yield in_thread(question, self._undo)
         return answer
 
-    def _undo(self, asked: Asked | list[OpenToolCall]) -> None:
-        for one in asked if isinstance(asked, list) else (asked,):
+    def _undo(self, requested: Admitted | list[OpenToolCall]) -> None:
+        for one in requested if isinstance(requested, list) else (requested,):
             if isinstance(one, OpenToolCall):
                 self.withdrawn(one)
             elif isinstance(one, OpenModelCall):
@@ -153,12 +153,12 @@ class Run(Lifetime):
         nudge, self._note = self._note, None
         for own in self.guards:
             guard = housekeeping_for(own)
-            request, asked = call, tickets
+            request, requested = call, tickets
             if charged and _covers(charged, guard):
                 if same:
                     continue
                 request = replace(call, retry=True)
-                asked = tickets if before is None else retries
+                requested = tickets if before is None else retries
             try:
                 decision = guard.admit_model_call(request)
             except BaseException:
@@ -170,23 +170,23 @@ class Run(Lifetime):
                 return self._stopped(decision)
             if isinstance(decision, Nudge):
                 nudge = nudge or decision.message
-            asked.append(decision)
-        above = outer if same or before is not None else None
-        if above is not None and before is not None:
+            requested.append(decision)
+        parent = outer if same or before is not None else None
+        if parent is not None and before is not None:
             used, error = before
-            above.attempt = above.measured = None
+            parent.attempt = parent.measured = None
             for ticket in retries:
                 self._settle(ticket, used, error or "tried again")
-        bound = None if above is None else above.max_output_tokens
+        bound = None if parent is None else parent.max_output_tokens
         for one in (*tickets, *retries):
             most = one.max_output_tokens
             if most is not None and (bound is None or most < bound):
                 bound = most
-        opened = OpenModelCall(
-            call, tickets, nudge=nudge, max_output_tokens=bound, above=above, run=self
+        open_call = OpenModelCall(
+            call, tickets, nudge=nudge, max_output_tokens=bound, parent=parent, run=self
         )
-        opened.fallback_model = cheaper
-        return opened
+        open_call.fallback_model = cheaper
+        return open_call
 
     def _fallback(
         self, call: ModelCall, outer: OpenModelCall | None, may_fall_back: bool
@@ -235,8 +235,8 @@ class Run(Lifetime):
             projected_input=call.call.input_tokens,
             written=text,
         )
-        if call.above is not None:
-            call.above.attempted(used)
+        if call.parent is not None:
+            call.parent.attempted(used)
         for ticket in call.tickets:
             self._settle(ticket, used, None, model, cost_usd)
         # What housekeeping writes is no reply of the run.
@@ -287,8 +287,8 @@ class Run(Lifetime):
                 written=written,
                 reported=call.measured,
             )
-        if call.above is not None:
-            call.above.attempted(used, error)
+        if call.parent is not None:
+            call.parent.attempted(used, error)
         for ticket in call.tickets:
             self._settle(ticket, used, error=error)
 
@@ -302,8 +302,8 @@ class Run(Lifetime):
         """Take back a model call that was admitted and never made; it counts as nothing."""
         if call.close():
             self._give_back(call.tickets)
-            if call.above is not None:
-                call.above.seen = False
+            if call.parent is not None:
+                call.parent.seen = False
 
     # The wait between an admission and a start
 
@@ -344,9 +344,9 @@ class Run(Lifetime):
         Every guard that they are charged to has to admit a call; where one refuses, the places
         that others gave are given back.
         """
-        opened = [OpenToolCall(call, run=self) for call in calls]
-        self._admit(opened, self.guards)
-        return opened
+        open_call = [OpenToolCall(call, run=self) for call in calls]
+        self._admit(open_call, self.guards)
+        return open_call
 
     def _admit(self, waiting: list[OpenToolCall], guards: Sequence[Guard]) -> None:
         self.begin_turn()
@@ -396,12 +396,12 @@ class Run(Lifetime):
                 guards = tuple(guard for guard in guards if not _covers(outer.tickets, guard))
                 # Only of the body itself is it known that nothing was done before.
                 unstarted = outer.tickets if is_body else ()
-        opened = OpenToolCall(call, run=self)
-        self._admit([opened], guards)
-        if opened.refusal is not None:
+        open_call = OpenToolCall(call, run=self)
+        self._admit([open_call], guards)
+        if open_call.refusal is not None:
             for ticket in unstarted:
                 ticket.guard.withdraw(ticket)
-        return opened
+        return open_call
 
     def refuses_tools(self, names: Sequence[str]) -> list[bool]:
         """Return which calls of these tools, in this order, a cap or a quota would refuse now.
@@ -483,4 +483,4 @@ class Run(Lifetime):
 
 def _covers(tickets: Iterable[Admit], guard: Guard) -> bool:
     """Return whether one of these admissions has charged a guard, or what it is a part of."""
-    return any(guard in one.guard.lineage or one.guard in guard.lineage for one in tickets)
+    return any(guard in one.guard.ancestry or one.guard in guard.ancestry for one in tickets)

@@ -23,7 +23,7 @@ _RECORDS: Final = (
     "meta",
     "amazon-bedrock-invocationMetrics",
 )
-"""Where a response keeps its usage record."""
+"""The fields in which a response keeps its usage record."""
 _WRAPPERS: Final = (
     "message",
     "response",
@@ -36,13 +36,13 @@ _WRAPPERS: Final = (
     "chunk",
     "x_groq",
 )
-"""What a response is wrapped in: by events and chunks of streams, and by frameworks."""
+"""The wrappers of a response: events and chunks of streams, and those of frameworks."""
 _WRAPS: Final = frozenset({*_WRAPPERS, "generations"})
 _RECORD_NAMES: Final = frozenset(_RECORDS)
 _HOLDS: Final = _WRAPS | _RECORD_NAMES
 _COSTS: Final = frozenset({"cost", "cost_in_usd_ticks", "total_cost"})
 _HIDDEN: Final = frozenset({"_hidden_params"})
-_UNTOLD: Final = TokenUsage()
+_NO_USAGE: Final = TokenUsage()
 _DEEPEST: Final = 4
 _MOST_RECORDS: Final = 32
 """Records that are looked at in one response; stand-ins for one (mocks) have every name."""
@@ -125,14 +125,14 @@ def answered_usage(record: object, *, projected_input: int, written: str = "") -
             return None
         return TokenUsage(projected_input, estimate_tokens(written), estimated=True)
     inputs, outputs = usage.input_tokens, usage.output_tokens
-    if (inputs and outputs and not usage.estimated) or usage == _UNTOLD:
+    if (inputs and outputs and not usage.estimated) or usage == _NO_USAGE:
         return usage
     if usage.estimated or not inputs:
         inputs = max(inputs, projected_input)
     if written and (usage.estimated or not outputs):
         outputs = max(outputs, estimate_tokens(written))
-    told = (inputs, outputs) == usage[:2] and not usage.estimated
-    return usage._replace(input_tokens=inputs, output_tokens=outputs, estimated=not told)
+    field = (inputs, outputs) == usage[:2] and not usage.estimated
+    return usage._replace(input_tokens=inputs, output_tokens=outputs, estimated=not field)
 
 
 def reported_cost(record: object) -> Decimal | None:
@@ -151,12 +151,12 @@ def reported_cost(record: object) -> Decimal | None:
         US dollars, exact; None when no cost is told that can be read.
     """
     try:
-        return _told_cost(record)
+        return _reported_cost(record)
     except Exception:  # as of `token_usage`
         return None
 
 
-def _told_cost(record: object) -> Decimal | None:
+def _reported_cost(record: object) -> Decimal | None:
     # A dictionary has none, and to be told so takes longer than to ask what it is.
     if not _lacks(record, _HIDDEN):
         cost = _amount(part(attribute(record, "_hidden_params"), "response_cost"))
@@ -212,20 +212,20 @@ def _first(answers: object) -> object:
 def _cost_of(usage: object) -> Decimal | None:
     if _lacks(usage, _COSTS):
         return None
-    told = parts_of(usage)
-    ticks = _amount(told("cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
+    field = parts_of(usage)
+    ticks = _amount(field("cost_in_usd_ticks"), decimals=_XAI_DECIMALS)
     if ticks is not None:
         return ticks
     if is_free(usage):
         return Decimal(0)
-    cost = told("cost")
+    cost = field("cost")
     if cost is None:
         return None
     total = _amount(cost)
     if total is None:
         return _amount(part(cost, "total_cost"))
-    if told("is_byok") is True:
-        behind = _amount(part(told("cost_details"), "upstream_inference_cost"))
+    if field("is_byok") is True:
+        behind = _amount(part(field("cost_details"), "upstream_inference_cost"))
         return _EXACT.add(total, behind or Decimal(0))
     return total
 

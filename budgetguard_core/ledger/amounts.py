@@ -12,7 +12,7 @@ from budgetguard_core.errors import ConfigurationError, shown
 LARGEST_STEP = 2**52 - 1
 """The most that one step may move, in each dimension: $4,503,599."""
 LARGEST_CEILING = 2**62
-"""What a ceiling has to be below, in each dimension, in SQLite and PostgreSQL."""
+"""The bound of a ceiling, in each dimension, in SQLite and PostgreSQL."""
 LARGEST_CEILING_IN_LUA = 2**52
 """The same in Redis: Lua's numbers are doubles, which hold the sum of two such figures exactly."""
 

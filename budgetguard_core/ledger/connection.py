@@ -98,16 +98,16 @@ class Connection:
 
     def _open(self) -> Store:
         try:
-            opened = self._trip(self.opener)
+            connected = self._trip(self.opener)
         except LedgerUnreachable as error:
             error.was_sent = False
             raise
         try:
-            self._meet(self._trip(opened.identity))
+            self._meet(self._trip(connected.identity))
         except BaseException:
-            opened.close()
+            connected.close()
             raise
-        return opened
+        return connected
 
     def _meet(self, met: Identity) -> None:
         """Go on with the ledger that was met, if it is the one that is known, or was adopted."""
@@ -211,7 +211,7 @@ class Address(NamedTuple):
     shown: str
     """The URL without user, password and options, for people."""
     fingerprint: str
-    """Tells ledgers apart on the disk, without saying which."""
+    """A name that keeps ledgers apart on the disk, without revealing which."""
     open: Callable[[], Store]
     windows: str = CALENDAR
     """The kinds of its windows."""
@@ -250,7 +250,7 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
             "Use ?windows=run."
         )
     kinds = CALENDAR if windows is None else RUN
-    opened: Callable[[], Store]
+    connected: Callable[[], Store]
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.scheme == "sqlite":
         path = unquote(parts.path)
@@ -264,10 +264,10 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         # sqlite:///a is relative and sqlite:////a absolute, as in SQLAlchemy.
         file = Path(path[1:]).absolute()
         shown = f"sqlite:///{file}"
-        opened = partial(
+        connected = partial(
             SqliteLedgerStore, file, synchronous=synchronous, timeout=timeout, clock=clock
         )
-        return Address(shown, _fingerprint(shown), opened, kinds, is_server=False)
+        return Address(shown, _fingerprint(shown), connected, kinds, is_server=False)
     # A password may change: the ledger stays the same.
     facts = sorted(one for one in options.items() if one[0] != "password")
     fingerprint = _fingerprint(f"{parts.username}@{shown}?{urlencode(facts)}")
@@ -284,14 +284,14 @@ def parse_url(url: str | None, *, timeout: float = 1.0, clock: Clock | None = No
         name = check_name(options.pop("name", "budgetguard"), "name")
         options.pop("decode_responses", None)
         full, shown = f"{bare}?{urlencode(options)}", f"{shown}?name={name}"
-        opened = partial(RedisLedgerStore, full, name=name, timeout=timeout)
-        return Address(shown, fingerprint, opened, kinds, LARGEST_CEILING_IN_LUA)
+        connected = partial(RedisLedgerStore, full, name=name, timeout=timeout)
+        return Address(shown, fingerprint, connected, kinds, LARGEST_CEILING_IN_LUA)
     if parts.scheme in ("postgresql", "postgres"):
         _need("postgres", "PostgreSQL", "psycopg", "psycopg_pool")
         query = urlencode(options, quote_via=quote)  # libpq takes no + for a space
         full = f"{bare}?{query}" if query else bare
-        opened = partial(PostgresLedgerStore, full, timeout=timeout)
-        return Address(shown, fingerprint, opened, kinds)
+        connected = partial(PostgresLedgerStore, full, timeout=timeout)
+        return Address(shown, fingerprint, connected, kinds)
     raise _wrong(f"{parts.scheme[:20]}://" if parts.scheme else "none")
 
 

@@ -95,7 +95,7 @@ class Warned(NamedTuple):
     limit: Decimal | int = 0
     """The ceiling, in US dollars, tokens or calls."""
     used: Decimal | int = 0
-    """What counts against it: spent and reserved."""
+    """The amount that counts against it: spent and reserved."""
 
 
 def reason_of(label: str, dimension: int) -> str:
@@ -111,8 +111,8 @@ def in_units(figure: int, dimension: int) -> Decimal | int:
 def refusal_of(answer: Answer, windows: Sequence[Window]) -> LedgerRefused:
     """Return why a step was refused or killed, or came too late."""
     if answer.status == "refused":
-        place, dimension, charged, ceiling = map(int, answer.detail.split(SEPARATOR))
-        window = windows[place]
+        index, dimension, charged, ceiling = map(int, answer.detail.split(SEPARATOR))
+        window = windows[index]
         used, limit = in_units(charged, dimension), in_units(ceiling, dimension)
         unit = f" {DIMENSIONS[dimension].replace('_', ' ')}" if dimension else ""
         sign = "" if dimension else "$"

@@ -49,7 +49,7 @@ _BY_URL: dict[str, Ledger] = {}
 _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()
 """Those that are open in this process: closed at its end, and kept out of its forks."""
 _FORKING = threading.local()
-"""What this thread holds closed while it forks."""
+"""The ledgers that this thread holds closed while it forks."""
 
 
 def as_ledger(given: Ledger | str) -> Ledger:
@@ -351,9 +351,9 @@ class Ledger:
         notes = self.connection.ask(lambda store: store.notes("f:"))
         return [kill_of(name[2:], text) for name, text in sorted(notes.items())]
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Do at once what the heartbeat does every half second."""
-        while self._heartbeat.beat():
+        while self._heartbeat.send_heartbeat():
             pass
 
     # The end

@@ -32,10 +32,10 @@ def differences(
         pair = (row.key, row.label)
         wanted.discard(pair)
         found = (row.charged.minus(row.spent), row.spent)
-        told = (reserved.get(pair, ZERO), spent.get(pair, ZERO))
-        if found[0] != told[0] or told[1].exceeds(found[1]):
+        known = (reserved.get(pair, ZERO), spent.get(pair, ZERO))
+        if found[0] != known[0] or known[1].exceeds(found[1]):
             wrong.append(
                 f"{row.key!r} {row.label}: reserved and spent are {list(map(tuple, found))} "
-                f"in the window, {list(map(tuple, told))} in holds"
+                f"in the window, {list(map(tuple, known))} in holds"
             )
     return wrong + [f"{key!r} {label}: the window is missing" for key, label in sorted(wanted)]

@@ -33,7 +33,7 @@ from budgetguard_core.ledger.step import Answer, Step, new_id
 from budgetguard_core.ledger.windows import RUN, Account, Window
 
 _LOG = logging.getLogger("budgetguard")
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Between two looks at the store. A kill is seen within it and one trip."""
 _DELIVERY_SECONDS = 0.3
 """Of one beat: what is left is sent behind the next look at the kill switches."""
@@ -125,8 +125,8 @@ class Reservations:
             return refusal_of(answer, made.windows)
         if amount.exceeds(answer.amount):
             raise ConfigurationError(_TAKEN)
-        for place, window in enumerate(made.windows):
-            if answer.warn >> place & 1:
+        for number, window in enumerate(made.windows):
+            if answer.warn >> number & 1:
                 self.heartbeat.warn(window)
         return made
 
@@ -308,7 +308,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while True:
-            self._event.wait(BEAT_SECONDS)
+            self._event.wait(HEARTBEAT_SECONDS)
             self._event.clear()
             if not self._is_stopped and self.tick():
                 self._event.set()
@@ -341,7 +341,7 @@ class Heartbeat:
     def tick(self) -> bool:
         """Make a beat, of which nothing fails; return whether the next one is due at once."""
         try:
-            return self.beat()
+            return self.send_heartbeat()
         except LedgerUnreachable as error:
             _LOG.info("ledger: %s", error)
             self._save()
@@ -350,7 +350,7 @@ class Heartbeat:
             _LOG.warning("ledger: the heartbeat failed: %s", type(error).__name__)
         return False
 
-    def beat(self) -> bool:
+    def send_heartbeat(self) -> bool:
         """Do what is due; return whether more is to be sent than there was time for."""
         runs = self.all()
         if runs:  # those that are set, and so none where thousands of tenants live in peace

@@ -68,7 +68,7 @@ def columns(names: str, vector: str) -> str:
     """Return the columns of a table, those in capitals being vectors."""
     found: list[str] = []
     for name in names.split():
-        four = [vector.format(name.lower(), place) for place in (1, 2, 3, 4)]
+        four = [vector.format(name.lower(), index) for index in (1, 2, 3, 4)]
         found += four if name.isupper() else [name]
     return ", ".join(found)
 

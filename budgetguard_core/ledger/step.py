@@ -19,7 +19,7 @@ from budgetguard_core.ledger.windows import Window
 TTL_SECONDS = 600.0
 """Seconds until the store lists a reservation: a call that hangs may be billed long after."""
 TOMBSTONE_SECONDS = 24 * 3600
-"""How long a settled hold is remembered, so that a repeat of its messages changes nothing."""
+"""The time for which a settled hold is remembered, so that a repeated message changes nothing."""
 SEPARATOR = "\x1f"
 """Between the parts of a detail; no name can hold it."""
 
@@ -44,7 +44,7 @@ class Step(NamedTuple):
     windows: Sequence[Window]
     """Sorted by key and label: one lock order for everyone."""
     amount: Amount = ZERO
-    """What is to be reserved, or what was used."""
+    """The amounts to reserve, or those used."""
     flags: tuple[str, ...] = ("all",)
     """The kill switches that concern the hold, sorted."""
     owner: str = ""
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
     status: Status
     amount: Amount = ZERO
-    """What the hold is charged now."""
+    """The charge of the hold now."""
     detail: str = ""
     """refused: the window's place, the dimension's, charged, ceiling; killed: flag, its text;
     foreign: the id of the ledger that was met, when it was adopted, its number."""
@@ -91,7 +91,7 @@ class HoldRecord(NamedTuple):
     id: str
     owner: str
     charge: Amount
-    """What counts against the ceilings: reserved, or once it is closed, used."""
+    """The amount that counts against the ceilings: reserved, or once it is closed, used."""
     closed: bool
     made: float
     expires: float
@@ -109,7 +109,7 @@ class Identity(NamedTuple):
 
     id: str
     adopted: float = 0.0
-    """When somebody accepted it as it is, by the store's clock."""
+    """The time at which somebody accepted it as it is, by the store's clock."""
     sequence: int = 0
 
 
@@ -152,18 +152,18 @@ def decide(
     if any(not window.start <= now < window.end for window in step.windows):
         return Answer("clock", now=now), []
     warn = 0
-    for place, (window, found, ceiling) in enumerate(
+    for index, (window, found, ceiling) in enumerate(
         zip(step.windows, rows, ceilings, strict=True)
     ):
         row = found or WindowRecord(window.key, window.label)
         charged, is_near = row.charged.plus(step.amount), row.warned
         for dimension, limit in enumerate(ceiling):
             if limit and charged[dimension] > limit:
-                facts = (place, dimension, row.charged[dimension], limit)
+                facts = (index, dimension, row.charged[dimension], limit)
                 detail = SEPARATOR.join(map(str, facts))
                 return Answer("refused", detail=detail, now=now), []
             is_near = is_near or 0 < limit * 4 <= charged[dimension] * 5
-        warn |= (is_near and not row.warned) << place
+        warn |= (is_near and not row.warned) << index
         changed.append(row._replace(charged=charged, ceiling=window.ceiling, warned=is_near))
     return Answer("ok", step.amount, now=now, warn=warn), changed
 

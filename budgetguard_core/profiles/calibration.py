@@ -10,7 +10,7 @@ from random import Random
 from typing import Literal, TypeAlias
 
 Figure: TypeAlias = int | float | Decimal
-"""What one run used of one dimension, in the unit of its cap."""
+"""The usage of one run in one dimension, in the unit of its cap."""
 Basis: TypeAlias = Literal["maximum", "p95", "p99"]
 
 FEWEST = 10
@@ -26,7 +26,7 @@ _DRAWS = 4_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """How the runs are spread.
+    """The distribution of the runs.
 
     Each quantile is the figure of a run: the smallest that this share of all does not exceed.
     """
@@ -110,12 +110,12 @@ def propose(dimension: str, figures: Sequence[Figure], *, labelled: bool) -> Pro
     else:
         basis, factor = "p99", 2.0 if dimension in _HEAVY_TAILED else 1.5
     ordered = sorted(figures)
-    place = count if basis == "maximum" else rank(count, float(basis[1:]) / 100)
-    if ordered[place - 1] <= 0:
+    rank_of = count if basis == "maximum" else rank(count, float(basis[1:]) / 100)
+    if ordered[rank_of - 1] <= 0:
         return None
-    low, high = bootstrap_interval(count, place)
-    cap = _times(ordered[place - 1], factor, dimension)
-    above = sum(figure > cap for figure in figures)
+    low, high = bootstrap_interval(count, rank_of)
+    cap = _times(ordered[rank_of - 1], factor, dimension)
+    over = sum(figure > cap for figure in figures)
     return Proposal(
         dimension=dimension,
         measured=quantiles(ordered),
@@ -124,7 +124,7 @@ def propose(dimension: str, figures: Sequence[Figure], *, labelled: bool) -> Pro
         cap=cap,
         low=_times(ordered[low - 1], factor, dimension),
         high=_times(ordered[high - 1], factor, dimension),
-        exceeds=(above + 1) / (count + 1),
+        exceeds=(over + 1) / (count + 1),
         provisional=count < FIRM,
     )
 
@@ -135,14 +135,14 @@ def rank(count: int, share: float) -> int:
     return max(1, math.ceil(round(share * count, 9)))
 
 
-def bootstrap_interval(count: int, place: int) -> tuple[int, int]:
+def bootstrap_interval(count: int, rank_of: int) -> tuple[int, int]:
     """Return the places between which the figure of a place is, if the runs were drawn again.
 
     Of `count` draws with replacement, the place of the one at `place` is distributed as a beta
     variate. Of the maximum the upper end is the maximum itself: no draw exceeds it.
     """
     random = Random(0)  # noqa: S311 - the same for everybody
-    drawn = (random.betavariate(place, count - place + 1) for _ in range(_DRAWS))
+    drawn = (random.betavariate(rank_of, count - rank_of + 1) for _ in range(_DRAWS))
     places = sorted(max(1, math.ceil(count * share)) for share in drawn)
     return places[_DRAWS // 40], places[-_DRAWS // 40]
 

@@ -20,7 +20,7 @@ CAPS = {
 """The environment variables that set a cap of whatever profile is used, and the cap."""
 
 LIFTED = "none"
-"""What a file or a variable says for no cap, because neither knows None."""
+"""The word for no cap in a file or a variable, because neither knows None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

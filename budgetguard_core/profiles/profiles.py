@@ -57,10 +57,10 @@ class Profiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = TomlFile(Path(path))
         self.path = self._file.path
-        self._above: tuple[str, ...] = ()
+        self._prefix: tuple[str, ...] = ()
         content: Any = self._file.content
         if self.path.name == "pyproject.toml":
-            self._above = ("tool", "budgetguard")
+            self._prefix = ("tool", "budgetguard")
             content = self._table(self._table(content, "tool"), "budgetguard")
         unknown = sorted(set(content) - _TABLES)
         if unknown:
@@ -110,40 +110,40 @@ class Profiles:
         if overlay is not None:
             own = self._tables(table, ("profiles", name, "overlays")).get(overlay, {})
             shared = self._overlays.get(overlay, {})
-            for place, changes in (
+            for keys, changes in (
                 (("overlays", overlay), shared),
                 (("profiles", name, "overlays", overlay), own),
             ):
-                changed = self._budget(place, changes)
+                changed = self._budget(keys, changes)
                 given = {one: getattr(changed, one) for one in changed.model_fields_set}
                 budget = budget.model_copy(update=given)
         label = ProfileId(name=name, version=str(version).strip(), overlay=overlay)
         return Profile(id=label, budget=budget, source=str(self.path))
 
-    def _budget(self, place: tuple[str, ...], table: Mapping[str, Any]) -> Budget:
+    def _budget(self, keys: tuple[str, ...], table: Mapping[str, Any]) -> Budget:
         for reserved in ("profile", "stop_when"):
             if reserved in table:
-                raise self._error((*place, reserved), "cannot stand in a file. Leave it out.")
+                raise self._error((*keys, reserved), "cannot stand in a file. Leave it out.")
         fields = {key: None if value == LIFTED else value for key, value in table.items()}
         try:
             return Budget.from_json(fields)
         except ConfigurationError as error:
             key, _, problem = str(error).splitlines()[0].partition(" ")
             problem = problem.replace("Use None", f"Use {LIFTED!r}")
-            raise self._error((*place, *key.split(".")), problem) from None
+            raise self._error((*keys, *key.split(".")), problem) from None
 
-    def _tables(self, content: Any, place: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        found = self._table(content, place[-1], place[:-1])
-        return {name: self._table(found, name, place) for name in found}
+    def _tables(self, content: Any, keys: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        found = self._table(content, keys[-1], keys[:-1])
+        return {name: self._table(found, name, keys) for name in found}
 
-    def _table(self, content: Any, name: str, place: tuple[str, ...] = ()) -> dict[str, Any]:
+    def _table(self, content: Any, name: str, keys: tuple[str, ...] = ()) -> dict[str, Any]:
         found = content.get(name, {})
         if not isinstance(found, dict):
-            raise self._error((*place, name), f"must be a table, got {found!r:.80}.")
+            raise self._error((*keys, name), f"must be a table, got {found!r:.80}.")
         return cast("dict[str, Any]", found)
 
     def _error(self, key: tuple[str, ...], problem: str) -> ConfigurationError:
-        return self._file.error((*self._above, *key), problem)
+        return self._file.error((*self._prefix, *key), problem)
 
 
 def find_file(start: Path | None = None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Where a run can be followed: OpenTelemetry, and a log of every run without code.
+"""Observation of runs: OpenTelemetry, and a log of every run without code.
 
 `OpenTelemetrySink` needs the extra `otel`; nothing else here does.
 """

@@ -48,7 +48,7 @@ class _Run:
     tags: _Tags
     details: _Tags
     started_ns: int
-    around: Span
+    enclosing: Span
     span: Span | None = None
     calls: dict[int, _Call] = field(default_factory=lambda: dict[int, _Call]())
     turned_away: Counter[str] = field(default_factory=lambda: Counter[str]())
@@ -108,7 +108,7 @@ class OpenTelemetrySink:
         elif isinstance(event, past.ModelCallSettled):
             self._model_call_ended(run, event)
         elif isinstance(event, past.ToolCallsRequested):
-            self._tool_calls_asked(run, event)
+            self._tool_calls_requested(run, event)
         elif isinstance(event, past.ToolCallSettled):
             call = run.calls.pop(event.call_id, None)
             if call is not None:
@@ -129,7 +129,7 @@ class OpenTelemetrySink:
             self._paused(run, event)
         elif isinstance(event, past.RunResumed):
             if run.span is None:
-                run.around = self._framework_span()
+                run.enclosing = self._framework_span()
                 self._begin(run, event.wall_ns)
         elif isinstance(event, past.RunEnded):
             self._ended(run, event)
@@ -172,8 +172,8 @@ class OpenTelemetrySink:
             known.tags, known.details = tags, details
             known.span.set_attributes({**tags, **details})
             return
-        around = self._framework_span()
-        run = _Run(event.run_id, parent, tags, details, event.at_ns, around)
+        enclosing = self._framework_span()
+        run = _Run(event.run_id, parent, tags, details, event.at_ns, enclosing)
         self._begin(run, event.wall_ns)
         self._keep(run)
 
@@ -188,12 +188,16 @@ class OpenTelemetrySink:
 
     def _begin(self, run: _Run, wall_ns: int) -> Span:
         """Begin the run's span: below the framework's, else below that of the run around it."""
-        above = run.around
-        if run.parent is not None and run.parent.span is not None and above is run.parent.around:
-            above = run.parent.span
+        parent_span = run.enclosing
+        if (
+            run.parent is not None
+            and run.parent.span is not None
+            and parent_span is run.parent.enclosing
+        ):
+            parent_span = run.parent.span
         run.span = self._tracer.start_span(
             names.INVOKE_AGENT,
-            trace.set_span_in_context(above),
+            trace.set_span_in_context(parent_span),
             SpanKind.INTERNAL,
             {names.OPERATION: names.INVOKE_AGENT, **run.tags, **run.details},
             start_time=wall_ns,
@@ -246,23 +250,23 @@ class OpenTelemetrySink:
 
     def _model_call_started(self, run: _Run, event: past.ModelCallAdmitted) -> None:
         self._checked(run, "model", "admit")
-        asked = event.call
-        reserved = asked.input_tokens + (event.admitted_output_tokens or 0)
+        requested = event.call
+        reserved = requested.input_tokens + (event.admitted_output_tokens or 0)
         self._write.reservations.add(reserved, run.tags)
         span = None
         if self._spans_of_calls:
-            attributes = {names.OPERATION: names.CHAT, **_model(asked), **run.tags}
+            attributes = {names.OPERATION: names.CHAT, **_model(requested), **run.tags}
             if event.admitted_output_tokens is not None:
                 attributes[names.MAX_TOKENS] = event.admitted_output_tokens
             span = self._call_span(
                 run,
-                f"{names.CHAT} {asked.model or ''}".strip(),
+                f"{names.CHAT} {requested.model or ''}".strip(),
                 SpanKind.CLIENT,
                 attributes,
                 event.wall_ns,
             )
         run.calls[event.call_id] = _Call(
-            asked.model, asked.provider, reserved, event.at_ns, span, "model"
+            requested.model, requested.provider, reserved, event.at_ns, span, "model"
         )
 
     def _model_call_ended(self, run: _Run, event: past.ModelCallSettled) -> None:
@@ -299,7 +303,7 @@ class OpenTelemetrySink:
                 call.span.set_attribute(names.ESTIMATED, used.estimated)
             _end(call.span, event.wall_ns, event.error)
 
-    def _tool_calls_asked(self, run: _Run, event: past.ToolCallsRequested) -> None:
+    def _tool_calls_requested(self, run: _Run, event: past.ToolCallsRequested) -> None:
         away, run.turned_away = run.turned_away, Counter()
         for call in event.calls:
             self._checked(run, "tool", call.decision)
@@ -340,12 +344,12 @@ class OpenTelemetrySink:
     def _call_span(
         self, run: _Run, name: str, kind: SpanKind, attributes: _Tags, wall_ns: int
     ) -> Span:
-        above = self._framework_span()
-        if above is run.around or not above.get_span_context().is_valid:
+        parent_span = self._framework_span()
+        if parent_span is run.enclosing or not parent_span.get_span_context().is_valid:
             # The framework has no span of its own around the call.
-            above = run.span or self._begin(run, wall_ns)
+            parent_span = run.span or self._begin(run, wall_ns)
         return self._tracer.start_span(
-            name, trace.set_span_in_context(above), kind, attributes, start_time=wall_ns
+            name, trace.set_span_in_context(parent_span), kind, attributes, start_time=wall_ns
         )
 
     # What stood against it

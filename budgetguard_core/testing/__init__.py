@@ -14,10 +14,10 @@ from budgetguard_core.testing.message import (
 )
 from budgetguard_core.testing.report import Report, check
 from budgetguard_core.testing.scenario import (
+    LOCATIONS,
     MODES,
-    PLACES,
-    Mode,
-    Place,
+    CallMode,
+    Location,
     Ran,
     Scenario,
     Scratch,
@@ -39,21 +39,21 @@ from budgetguard_core.testing.table import capability_table
 
 __all__ = [
     "CLAUSES",
+    "LOCATIONS",
     "MODEL",
     "MODES",
-    "PLACES",
     "Agent",
     "Call",
+    "CallMode",
     "Clause",
     "Driver",
     "DriverError",
     "Feature",
+    "Location",
     "ManualClock",
     "Message",
-    "Mode",
     "Nested",
     "NonConformance",
-    "Place",
     "ProviderError",
     "Ran",
     "Reply",

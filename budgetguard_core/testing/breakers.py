@@ -85,7 +85,7 @@ def velocity(at: Trial) -> None:
 
 
 def _report(
-    at: Trial, subgoal: Callable[[int], str], left: Callable[[int], int], end: int
+    at: Trial, subgoal: Callable[[int], str], remaining: Callable[[int], int], end: int
 ) -> tuple[Done, list[Event]]:
     """Do a run whose model works, and reports whenever it is asked to."""
     reports: list[int] = []
@@ -94,12 +94,12 @@ def _report(
         # Some frameworks keep what was asked in the history.
         before = script.sent[number - 1].count(_REQUEST) if number else 0
         if script.sent[number].count(_REQUEST) > before:
-            place = len(reports)
+            step = len(reports)
             reports.append(number)
             report = {
-                "claims_so_far": [f"claim {place}"],
-                "next_subgoal": subgoal(place),
-                "estimated_remaining_steps": left(place),
+                "claims_so_far": [f"claim {step}"],
+                "next_subgoal": subgoal(step),
+                "estimated_remaining_steps": remaining(step),
             }
             return calls(Call(REPORT_PROGRESS, json.dumps(report), fields=report))
         return says("Done.") if number >= end else calls("search")
@@ -127,8 +127,8 @@ def progress(at: Trial) -> None:
     check_equal("reports that reached the run", len(reports), 4)
     corrections = [text for text in nudges_of(events) if "same next subgoal" in text]
     check_equal("corrections", len(corrections), 1)
-    told = any(corrections[0].split(".")[0] in sent for sent in done.script.sent)
-    expect(told, "the model was not told that it does not move")
+    reported = any(corrections[0].split(".")[0] in sent for sent in done.script.sent)
+    expect(reported, "the model was not told that it does not move")
 
     done, events = _report(at, lambda n: f"step {n}", lambda n: 30 - n, end=12)
     done.completed(tool_calls=len(done.started))
@@ -203,8 +203,8 @@ def tool_mix(at: Trial) -> None:
     model = [*[calls(*["read"] * 10)] * 6, says("Done.")]
     done = at.run(model, guard, Tool("read", changing))
     done.completed(bodies=60)
-    told = [event.calls for event in events if isinstance(event, ToolMixUnusual)]
-    check_equal("calls of the run when it was told", told, [20])
+    reported = [event.calls for event in events if isinstance(event, ToolMixUnusual)]
+    check_equal("calls of the run when it was told", reported, [20])
     expect("chi-squared" not in str(done.script.sent), "the model was told")
 
 
@@ -236,7 +236,7 @@ def waits(at: Trial) -> None:
     """Clause 54."""
     _wait_too_long(at)
     _wait_for_a_token(at)
-    _wait_for_a_place(at)
+    _wait_for_a_slot(at)
 
 
 def _wait_too_long(at: Trial) -> None:
@@ -274,7 +274,7 @@ def _wait_for_a_token(at: Trial) -> None:
         expect(took >= delay, f"the third call started after {took / 1e9:.3f} s of {delay / 1e9}")
 
 
-def _wait_for_a_place(at: Trial) -> None:
+def _wait_for_a_slot(at: Trial) -> None:
     ended: list[int] = []
 
     def search(number: int, value: str) -> str:

@@ -98,8 +98,8 @@ def _quota(at: Trial) -> None:
     done = at.run(model, Budget(tool_quotas={"sea*": 1}), search_tool(), Tool("read", "text"))
     done.completed(calls=3, bodies=["read", "search"])
     check_equal("refused results", len([one for one in done.results if NOT_AVAILABLE in one]), 1)
-    told = NOT_AVAILABLE[:40] in done.script.sent[2]
-    expect(told, "the model does not see that it was refused")
+    known = NOT_AVAILABLE[:40] in done.script.sent[2]
+    expect(known, "the model does not see that it was refused")
 
 
 def _tokens_and_dollars(at: Trial) -> None:
@@ -111,8 +111,8 @@ def _tokens_and_dollars(at: Trial) -> None:
     expect(used - 120 < cap, f"a call started after {used - 120} of {cap} tokens were used")
 
     budget = Budget(max_total_tokens=400, max_output_tokens_per_call=10)
-    asked = "Please look this up carefully. " * 8
-    done = at.run([calls("search", usage=TokenUsage(30, 10))], budget, user_input=asked)
+    requested = "Please look this up carefully. " * 8
+    done = at.run([calls("search", usage=TokenUsage(30, 10))], budget, user_input=requested)
     used = done.stopped(StopReason.MAX_TOTAL_TOKENS).usage.total_tokens
     expect(used <= 400, f"{used} tokens with a projection under 400")
 
@@ -566,7 +566,9 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(41, "threads and pools in a block spend its budget", nesting.pools),
     Clause(42, "a tripped run starts no further step", endings.no_further_step),
     Clause(43, "a completed run is stored as an unguarded one", endings.as_unguarded),
-    Clause(44, "nobody is asked about a call that will be refused", pauses.asked, needs="approval"),
+    Clause(
+        44, "nobody is asked about a call that will be refused", pauses.requested, needs="approval"
+    ),
     Clause(45, "a fan-out of unknown answers stays within the cap", nesting.fan_out),
     Clause(46, "importing an adapter is enough for a block", nesting.imported, needs="imported"),
     Clause(47, "the pace: the run ends at its ceiling", breakers.velocity),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from budgetguard_core.testing.driver import Driver, Feature
 from budgetguard_core.testing.message import DriverError, NonConformance
-from budgetguard_core.testing.scenario import MODES, Mode
+from budgetguard_core.testing.scenario import MODES, CallMode
 from budgetguard_core.testing.trial import Trial
 
 
@@ -19,20 +19,20 @@ class Clause:
     title: str
     check: Callable[[Trial], None]
     """Raises `NonConformance` when it does not hold, and whatever the driver failed with."""
-    modes: tuple[Mode, ...] = MODES
+    modes: tuple[CallMode, ...] = MODES
     """The ways in for which it has a meaning."""
     needs: Feature | None = None
-    """What a framework has to have for it to have a meaning."""
+    """The features that a framework needs for the clause to have a meaning."""
 
     def lacking(self, driver: Driver) -> str | None:
         """Return why the clause has no meaning for a driver, or None when it has one."""
         return None if self.needs is None else driver.lacks.get(self.needs)
 
-    def is_asked(self, driver: Driver, mode: Mode) -> bool:
+    def is_requested(self, driver: Driver, mode: CallMode) -> bool:
         """Return whether the clause has a meaning for a driver in a mode."""
         return mode in driver.modes and mode in self.modes and self.lacking(driver) is None
 
-    def judge(self, driver: Driver, mode: Mode) -> None:
+    def judge(self, driver: Driver, mode: CallMode) -> None:
         """Check the clause, or that the deviation that is declared for it still stands.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from budgetguard_core.testing.message import DriverError, NonConformance
 from budgetguard_core.testing.recording import part
-from budgetguard_core.testing.scenario import MODES, Mode, Ran, Scenario, ignored_parts
+from budgetguard_core.testing.scenario import MODES, CallMode, Ran, Scenario, ignored_parts
 from budgetguard_core.usage import TokenUsage
 
 Feature: TypeAlias = Literal[
@@ -28,7 +28,7 @@ Feature: TypeAlias = Literal[
     "swallowing",
     "waits",
 ]
-"""What some frameworks do not have, by the part of a scenario or reply that needs it:
+"""Features that some frameworks lack, by the part of a scenario or reply that needs them:
 
 `approval`: `Tool.approval`, a run waits for a person. `at_last`: what ends a run can call its
 model. `new_process`: what it waits with can be
@@ -55,14 +55,14 @@ class Driver(ABC):
     """The import name of the adapter: `budgetguard_loop`."""
     name: ClassVar[str]
     """The way in, as users know it: `run_bounded`."""
-    modes: ClassVar[tuple[Mode, ...]] = MODES
+    modes: ClassVar[tuple[CallMode, ...]] = MODES
     """The ways in that exist."""
     subagents: ClassVar[frozenset[Literal["tool", "handoff", "graph"]]] = frozenset({"tool"})
-    """How the framework lets one agent run another."""
+    """The way in which the framework lets one agent run another."""
     lacks: ClassVar[Mapping[Feature, str]] = {}
     """Features that the framework does not have, with the reason; shown in the README. A driver
     never gets a scenario that needs one."""
-    deviations: ClassVar[Mapping[int | tuple[int, Mode], str]] = {}
+    deviations: ClassVar[Mapping[int | tuple[int, CallMode], str]] = {}
     """Clauses that the framework makes impossible, with the reason; shown in the README."""
     limits: ClassVar[Mapping[str, str]] = {}
     """Deviations that no clause asks for: what cannot be done, by the name of the test that shows
@@ -93,7 +93,7 @@ class Driver(ABC):
         """Return whether the framework has a feature."""
         return feature not in self.lacks
 
-    def deviation(self, clause: int, mode: Mode) -> str | None:
+    def deviation(self, clause: int, mode: CallMode) -> str | None:
         """Return why a clause cannot hold in a mode, or None when it has to."""
         return self.deviations.get((clause, mode)) or self.deviations.get(clause)
 

@@ -117,9 +117,9 @@ def cut_short(at: Trial) -> None:
     bound = script.bounds[0]
     expect(bound is not None and bound <= 600, f"the request's bound is {bound}, under 600 tokens")
     done.stopped(StopReason.MAX_TOTAL_TOKENS, calls=1)
-    said = script.given[0].text[:200]
-    expect(said, "the bound left nothing of the answer")
-    kept = [message for message in done.history if said.strip() in message.text]
+    written = script.given[0].text[:200]
+    expect(written, "the bound left nothing of the answer")
+    kept = [message for message in done.history if written.strip() in message.text]
     expect(kept, "the text that was paid for is lost")
 
     # Whole answers are no stops, however near to the bound.

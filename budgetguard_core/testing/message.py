@@ -43,8 +43,8 @@ def check_history(history: Sequence[Message]) -> None:
     """
     open_calls: list[str] = []
     before: str | None = None
-    for place, message in enumerate(history):
-        where = f"message {place} ({message.role})"
+    for location, message in enumerate(history):
+        where = f"message {location} ({message.role})"
         if message.role == "tool":
             expect(
                 message.tool_call_id in open_calls,
@@ -73,7 +73,7 @@ def check_request(request: Sequence[Message]) -> None:
     expect(words[0].role == "user", f"the request begins with the {words[0].role}'s words")
     expect(words[-1].role in ("user", "tool"), "the request ends with the assistant's words")
     for message in words:
-        said = message.text or message.tool_calls or message.role == "tool"
-        expect(said, f"a message of the {message.role} is empty")
+        has_content = message.text or message.tool_calls or message.role == "tool"
+        expect(has_content, f"a message of the {message.role} is empty")
     ids = [id_ for message in request for id_, _ in message.tool_calls]
     expect(len(set(ids)) == len(ids), f"calls with the same id: {ids}")

@@ -16,7 +16,7 @@ from budgetguard_core.guard import Guard
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing.driver import Driver, Nested, run_in_loop
 from budgetguard_core.testing.message import check_history, expect
-from budgetguard_core.testing.scenario import Mode, Scenario
+from budgetguard_core.testing.scenario import CallMode, Scenario
 from budgetguard_core.testing.script import Agent, Reply, Script, Tool, calls, says
 from budgetguard_core.testing.trial import (
     Done,
@@ -31,7 +31,7 @@ from budgetguard_core.usage import TokenUsage
 
 
 def nest(
-    outer: Driver, inner: Driver, mode: Mode, guard: Budget | Guard, budget: Budget | Guard
+    outer: Driver, inner: Driver, mode: CallMode, guard: Budget | Guard, budget: Budget | Guard
 ) -> tuple[Done, Script]:
     """Nest a run, whose model never comes to an end, in a tool of another.
 
@@ -51,7 +51,7 @@ def nest(
     return Trial(outer, mode).run(model, guard, Tool("ask", runs=inside)), below
 
 
-def check_nesting(outer: Driver, inner: Driver, mode: Mode) -> None:
+def check_nesting(outer: Driver, inner: Driver, mode: CallMode) -> None:
     """Check that a run inside another one spends the budget around it, exactly.
 
     Raises:
@@ -61,7 +61,7 @@ def check_nesting(outer: Driver, inner: Driver, mode: Mode) -> None:
     _check_nested(outer, inner, mode, None)
 
 
-def check_other_tree(outer: Driver, inner: Driver, mode: Mode) -> None:
+def check_other_tree(outer: Driver, inner: Driver, mode: CallMode) -> None:
     """Check that a guard of another tree inside a run is charged beside the run's own.
 
     Raises:
@@ -72,15 +72,15 @@ def check_other_tree(outer: Driver, inner: Driver, mode: Mode) -> None:
 
 
 def _check_nested(
-    outer: Driver, inner: Driver, mode: Mode, beside: Callable[[Budget], Guard] | None
+    outer: Driver, inner: Driver, mode: CallMode, linked: Callable[[Budget], Guard] | None
 ) -> None:
     """Check two runs: one is stopped by the budget around it, the other by its own."""
-    for around, own, made in (
+    for enclosing, own, made in (
         (Budget(max_model_calls=4), Budget(max_model_calls=100), (1, 3)),
         (Budget(max_model_calls=9), Budget(max_model_calls=2), (2, 2)),
     ):
-        guard = Guard(around)
-        budget = own if beside is None else beside(own)
+        guard = Guard(enclosing)
+        budget = own if linked is None else linked(own)
         done, below = nest(outer, inner, mode, guard, budget)
         check_equal("model calls around and inside", (done.script.calls, below.calls), made)
         if made == (1, 3):
@@ -116,12 +116,12 @@ def _check_calls(what: str, guard: Guard, made: int, scenarios: list[Scenario]) 
 
 def activated(at: Trial) -> None:
     """Clause 27."""
-    for beside in (None, Guard(Budget(max_iterations=9))):
+    for linked in (None, Guard(Budget(max_iterations=9))):
         guard = Guard(Budget(max_model_calls=3))
         with guard.activate():
-            done = at.run(sticky("search"), beside or Budget(max_iterations=9))
+            done = at.run(sticky("search"), linked or Budget(max_iterations=9))
         done.stopped(StopReason.MAX_MODEL_CALLS, calls=3)
-        for one in (guard, beside or guard):
+        for one in (guard, linked or guard):
             check_equal("model calls counted", one.usage.model_calls, 3)
 
     guard = Guard(Budget(max_model_calls=5))
@@ -156,7 +156,7 @@ def not_an_answer(at: Trial) -> None:
     def agent(script: Script, budget: Budget | None = None) -> Agent:
         return Agent(name="judge", script=script, tools=[search_tool()], budget=budget)
 
-    def asked(tool: Tool) -> Done:
+    def requested(tool: Tool) -> Done:
         model = [calls("ask"), says("It is fine.")]
         return at.run(model, Guard(Budget(max_model_calls=3)), tool)
 
@@ -164,19 +164,19 @@ def not_an_answer(at: Trial) -> None:
         guard = Guard(Budget(max_model_calls=2))
         return at.run([says("It is fine.")], guard, tools=(), judge=judge)
 
-    def check_unread(done: Done, below: Script, around: int) -> None:
+    def check_unread(done: Done, below: Script, enclosing: int) -> None:
         answers = done.scenario.answers
         expect(answers == [], f"the user's code has read {answers} as an answer")
-        done.stopped(StopReason.MAX_MODEL_CALLS, calls=around)
+        done.stopped(StopReason.MAX_MODEL_CALLS, calls=enclosing)
         check_equal("model calls inside", below.calls, 2)
 
-    asked(Tool("ask", agent=agent(Script([says("yes")])))).completed(calls=2)
+    requested(Tool("ask", agent=agent(Script([says("yes")])))).completed(calls=2)
     for budget in (None, Budget(max_iterations=9)):
         judge = agent(sticky("search"), budget)
-        check_unread(asked(Tool("ask", agent=judge)), judge.script, 1)
+        check_unread(requested(Tool("ask", agent=judge)), judge.script, 1)
     # A run of its own, that is no sub-agent in the framework's eyes.
     inside = _runaway(at)
-    check_unread(asked(Tool("ask", runs=Nested(at.driver, inside))), inside.script, 1)
+    check_unread(requested(Tool("ask", runs=Nested(at.driver, inside))), inside.script, 1)
     if not at.has("judge"):
         return
     done = judged(agent(Script([says("yes")])))

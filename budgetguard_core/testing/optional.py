@@ -12,7 +12,7 @@ from budgetguard_core.kit import ANSWER_NOW
 from budgetguard_core.pricing import Price, PriceBook
 from budgetguard_core.reserve import FinalizeReserve
 from budgetguard_core.stop import LimitQuestion, StopReason
-from budgetguard_core.stop_state import Mode as GuardMode
+from budgetguard_core.stop_state import Mode
 from budgetguard_core.testing.message import check_request, expect
 from budgetguard_core.testing.scenario import Scratch
 from budgetguard_core.testing.script import (
@@ -72,8 +72,8 @@ def last_answer(at: Trial) -> None:
     check_equal("the last message", last.text, _KNOWN)
     expect(last.synthetic, "the last message is not marked")
     check_equal("its marker", (last.synthetic or {}).get("finalized"), True)
-    told = [message for message in done.history if ANSWER_NOW in message.text]
-    expect(not told, "what the model was asked at last is in the history")
+    known = [message for message in done.history if ANSWER_NOW in message.text]
+    expect(not known, "what the model was asked at last is in the history")
 
     check_request(script.requests[-1])
     expect(ANSWER_NOW in script.requests[-1][-1].text, "the model was not asked for an answer")
@@ -89,12 +89,12 @@ def last_answer(at: Trial) -> None:
     check_equal("status of the next turn", again.outcome.status, "completed")
     check_request(script.requests[-1])
 
-    asked = [calls("search"), calls("search")]
+    requested = [calls("search"), calls("search")]
     down = Reply(error=ProviderError("down"))
-    _check_neutral(at.run([*asked, down], _reserved()), "down")
-    _check_neutral(at.run(asked, _reserved()), None)
+    _check_neutral(at.run([*requested, down], _reserved()), "down")
+    _check_neutral(at.run(requested, _reserved()), None)
     if not at.is_sync:
-        hung = at.run([*asked, Reply(hang=True)], _reserved(0.2))
+        hung = at.run([*requested, Reply(hang=True)], _reserved(0.2))
         _check_neutral(hung, "TimeoutError")
 
     # None is given to runs that were aborted, have failed, or are in OBSERVE.
@@ -109,8 +109,8 @@ def last_answer(at: Trial) -> None:
     check_equal("model calls of an aborted run", done.script.calls, 1)
     done = at.run([calls("search"), down], _reserved())
     check_equal("model calls of a failed run", done.script.calls, 2)
-    guard = Guard(_reserved(), mode=GuardMode.OBSERVE)
-    at.run([*asked, calls("search"), says("Done.")], guard).completed(calls=4)
+    guard = Guard(_reserved(), mode=Mode.OBSERVE)
+    at.run([*requested, calls("search"), says("Done.")], guard).completed(calls=4)
     expect(guard.observed_trip is not None, "OBSERVE saw no trip")
 
 
@@ -122,8 +122,8 @@ def wrap_up(at: Trial) -> None:
     """Clause 56."""
 
     def check_told(what: str, script: Script, *requests: int) -> None:
-        told = [number for number, sent in enumerate(script.sent) if _WORDS in sent]
-        check_equal(f"requests with the words{what}", told, [*requests])
+        known = [number for number, sent in enumerate(script.sent) if _WORDS in sent]
+        check_equal(f"requests with the words{what}", known, [*requests])
 
     tools, shared = _tools(), Scratch()
     script = Script([_BOTH, _BOTH, _BOTH, calls("search"), says("Here."), says("There.")])
@@ -140,7 +140,7 @@ def wrap_up(at: Trial) -> None:
     done.stopped(StopReason.MAX_ITERATIONS)
     check_told(", of a runaway", done.script, 3)
 
-    guard = Guard(_WRAPPED, mode=GuardMode.OBSERVE)
+    guard = Guard(_WRAPPED, mode=Mode.OBSERVE)
     done = at.run([*[_BOTH] * 4, says("Here.")], guard, *tools)
     done.completed()
     check_told(", in OBSERVE", done.script)
@@ -154,7 +154,7 @@ _FALLS = Budget(max_iterations=7, max_cost_usd=0.6, fallback_at=0.5, fallback_mo
 def fallback(at: Trial) -> None:
     """Clause 57."""
 
-    def guarded(mode: GuardMode = GuardMode.ENFORCE) -> Guard:
+    def guarded(mode: Mode = Mode.ENFORCE) -> Guard:
         return Guard(_FALLS, price_book=_BOOK, mode=mode)
 
     tools, shared = _tools(), Scratch()
@@ -172,7 +172,7 @@ def fallback(at: Trial) -> None:
     done.stopped(StopReason.MAX_ITERATIONS)
     check_equal("models of a runaway", done.script.models, [MODEL] * 3 + [FALLBACK] * 4)
 
-    done = at.run([*[_BOTH] * 4, says("Here.")], guarded(GuardMode.OBSERVE), *tools)
+    done = at.run([*[_BOTH] * 4, says("Here.")], guarded(Mode.OBSERVE), *tools)
     done.completed()
     check_equal("models, in OBSERVE", set(done.script.models), {MODEL})
 
@@ -210,33 +210,33 @@ def limits(at: Trial) -> None:
     ) -> tuple[Done, list[tuple[str, Any, Any]]]:
         """Run with a person who raises a cap once."""
         answers: list[dict[str, int]] = [answer]
-        asked: list[tuple[str, Any, Any]] = []
+        requested: list[tuple[str, Any, Any]] = []
 
         def person(question: LimitQuestion) -> dict[str, int] | None:
-            asked.append((question.reason.value, question.limit, question.used))
+            requested.append((question.reason.value, question.limit, question.used))
             return answers.pop() if answers else None
 
-        return at.run(replies, budget, *tools, on_trip=person), asked
+        return at.run(replies, budget, *tools, on_trip=person), requested
 
     # More budget once, then the end.
-    done, asked = run([_BOTH], Budget(max_model_calls=2), {"max_model_calls": 3}, *_tools())
+    done, requested = run([_BOTH], Budget(max_model_calls=2), {"max_model_calls": 3}, *_tools())
     done.stopped(StopReason.MAX_MODEL_CALLS, calls=3)
-    check_equal("questions", asked, [("max_model_calls", 2, 2), ("max_model_calls", 3, 3)])
+    check_equal("questions", requested, [("max_model_calls", 2, 2), ("max_model_calls", 3, 3)])
 
     # A batch of tool calls runs as a whole.
     budget = Budget(max_tool_calls=3, max_model_calls=9)
     model = [_BOTH, _BOTH, says("Here.")]
-    done, asked = run(model, budget, {"max_tool_calls": 4}, *_tools())
+    done, requested = run(model, budget, {"max_tool_calls": 4}, *_tools())
     done.completed(bodies=["read", "read", "search", "search"])
     # Frameworks differ in how much of a batch is asked for at a time.
-    check_equal("questions of a batch", [one[:2] for one in asked], [("max_tool_calls", 3)])
+    check_equal("questions of a batch", [one[:2] for one in requested], [("max_tool_calls", 3)])
 
     # A sub-agent's step asks for the caps around it.
     if "tool" in at.driver.subagents:
         inner = Script([says("Found.")])
         helper = Tool("helper", agent=Agent(name="helper", script=inner))
         model = [calls("helper"), says("Here.")]
-        done, asked = run(model, Budget(max_model_calls=1), {"max_model_calls": 4}, helper)
+        done, requested = run(model, Budget(max_model_calls=1), {"max_model_calls": 4}, helper)
         done.completed()
         check_equal("model calls of the sub-agent", inner.calls, 1)
-        check_equal("questions of the sub-agent", asked, [("max_model_calls", 1, 1)])
+        check_equal("questions of the sub-agent", requested, [("max_model_calls", 1, 1)])

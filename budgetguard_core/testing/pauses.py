@@ -10,7 +10,7 @@ from budgetguard_core.sqlite_checkpoints import MemoryStore
 from budgetguard_core.stop import StopReason
 from budgetguard_core.testing.clock import ManualClock
 from budgetguard_core.testing.message import expect
-from budgetguard_core.testing.scenario import PLACES, Place, Scratch
+from budgetguard_core.testing.scenario import LOCATIONS, Location, Scratch
 from budgetguard_core.testing.script import Call, Replies, Script, Tool, calls, says
 from budgetguard_core.testing.trial import Done, Trial, check_equal, check_nudge, watched
 
@@ -40,42 +40,52 @@ class _Case:
         return self.at.run(self.script, guard, **self.facts)
 
     def go_on(
-        self, done: Done, guard: Budget | Guard, answer: Answer, place: Place = "same object"
+        self, done: Done, guard: Budget | Guard, answer: Answer, location: Location = "same object"
     ) -> Done:
-        facts = {**self.facts, "user_input": None, "after": done, "answer": answer, "place": place}
+        facts = {
+            **self.facts,
+            "user_input": None,
+            "after": done,
+            "answer": answer,
+            "place": location,
+        }
         return self.at.run(self.script, guard, **facts)
 
     def answered(
-        self, budget: Budget | Guard, answer: Answer, place: Place = "same object", most: int = 1
+        self,
+        budget: Budget | Guard,
+        answer: Answer,
+        location: Location = "same object",
+        most: int = 1,
     ) -> Done:
         """Give the same answer to every question of a run, so many at most."""
         done = self.begin(budget)
         for _ in range(most):
             if done.outcome.status == "paused":
-                done = self.go_on(done, budget, answer, place)
+                done = self.go_on(done, budget, answer, location)
         return done
 
 
-def _places(at: Trial) -> list[Place]:
-    return [one for one in PLACES if one != "new process" or at.has("new_process")]
+def _places(at: Trial) -> list[Location]:
+    return [one for one in LOCATIONS if one != "new process" or at.has("new_process")]
 
 
 def paused(at: Trial) -> None:
     """Clause 28."""
     budget = Budget(max_model_calls=4)
-    for place in _places(at):
+    for location in _places(at):
         # The caps hold over both attempts: four model calls in all, and two of them before.
         case = _Case(at, [calls("read"), calls("send"), calls("read")])
         done = case.begin(budget)
         check_equal("status of a run that waits for a person", done.outcome.status, "paused")
         expect(not done.ran.leaked, f"tasks left behind: {done.ran.leaked}")
         done.check(model_calls=2, tool_calls=1)
-        done = case.go_on(done, budget, "approve", place)
+        done = case.go_on(done, budget, "approve", location)
         done.stopped(StopReason.MAX_MODEL_CALLS, calls=4, model_calls=4)
-        check_equal(f"tool bodies ({place})", case.started[:2], ["read", "send"])
+        check_equal(f"tool bodies ({location})", case.started[:2], ["read", "send"])
 
         case = _Case(at, [calls("send"), says("As you wish.")])
-        done = case.answered(budget, "refuse", place)
+        done = case.answered(budget, "refuse", location)
         done.completed(tool_calls=0, model_calls=2, bodies=0)
 
     # A person takes longer than the run may.
@@ -119,15 +129,15 @@ def unanswered(at: Trial) -> None:
 
 def questions(at: Trial) -> None:
     """Clause 38."""
-    for place in _places(at):
+    for location in _places(at):
         case = _Case(at, [calls(Call("send", "hi"))])
-        done = case.answered(Budget(max_iterations=30), "approve", place, most=_PATIENT)
+        done = case.answered(Budget(max_iterations=30), "approve", location, most=_PATIENT)
         done.stopped(StopReason.NO_PROGRESS)
         sent = len(case.started)
-        expect(sent <= 6, f"{sent} identical calls, each with an approval ({place})")
+        expect(sent <= 6, f"{sent} identical calls, each with an approval ({location})")
 
 
-def asked(at: Trial) -> None:
+def requested(at: Trial) -> None:
     """Clause 44."""
     sends = [calls(Call("send", "one")), calls(Call("send", "two")), says("Done.")]
     done = _Case(at, sends).answered(Budget(max_tool_calls=1), "approve")

@@ -23,14 +23,14 @@ def equal_ids(at: Trial) -> None:
     done = says("Done.")
     in_turns = [same("search"), same("read"), same("search")]
     in_a_batch = [same("search"), same("read", "search")]
-    for model, runaway, asked in (
+    for model, runaway, question in (
         ([*in_turns, done], in_turns, 3),
         ([same("search", "read"), done], in_a_batch, 2),
     ):
         guard = Guard(Budget(max_iterations=9))
         ran = at.run(model, guard, *tools)
         ran.completed(calls=len(model), model_calls=len(model), tool_calls=len(ran.started))
-        check_equal("results", len([one for one in ran.history if one.role == "tool"]), asked)
+        check_equal("results", len([one for one in ran.history if one.role == "tool"]), question)
         check_equal("calls in flight", guard.open_calls(), ())
         # Under a cap each is a call of its own.
         ran = at.run(runaway, Budget(max_tool_calls=2), *tools)
@@ -68,14 +68,16 @@ def every_usage(at: Trial) -> None:
         check_equal(f"estimated calls of {record}", usage.estimated_calls, 0)
 
     # Without usage: everything that was sent is estimated.
-    asked = "Please look this up, and be careful about it. " * 40
-    told = "Looks things up in the books, and says where it found them. " * 40
+    question = "Please look this up, and be careful about it. " * 40
+    tool_text = "Looks things up in the books, and says where it found them. " * 40
     answer = "It is in the third book on the left. " * 40
-    search = Tool("search", description=told)
-    done = at.run([says(answer, None)], Guard(Budget(max_iterations=9)), search, user_input=asked)
+    search = Tool("search", description=tool_text)
+    done = at.run(
+        [says(answer, None)], Guard(Budget(max_iterations=9)), search, user_input=question
+    )
     usage = done.completed(estimated_calls=1).usage
     for name, used, text in (
-        ("input", usage.input_tokens, asked + told),
+        ("input", usage.input_tokens, question + tool_text),
         ("output", usage.output_tokens, answer),
     ):
         real = estimate_tokens(text)

@@ -9,7 +9,7 @@ from typing import Literal
 from budgetguard_core.testing.clauses import CLAUSES
 from budgetguard_core.testing.driver import Driver
 from budgetguard_core.testing.message import NonConformance
-from budgetguard_core.testing.scenario import Mode
+from budgetguard_core.testing.scenario import CallMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Case:
 
     clause: int
     title: str
-    mode: Mode
+    mode: CallMode
     verdict: Literal["holds", "deviates", "lacks", "fails"]
     """`deviates`: it fails, as the driver declares. `lacks`: it was not asked, because the
     framework lacks what it needs, as the driver declares."""

@@ -15,13 +15,13 @@ from budgetguard_core.testing.message import Message
 from budgetguard_core.testing.recording import Recorded, part, parts_read, unread
 from budgetguard_core.testing.script import USAGE, Agent, Reply, Script, Tool, hang
 
-Mode: TypeAlias = Literal["sync", "async", "streamed"]
-"""How a run is called."""
-MODES: tuple[Mode, ...] = ("sync", "async", "streamed")
+CallMode: TypeAlias = Literal["sync", "async", "streamed"]
+"""The way in which a run is called."""
+MODES: tuple[CallMode, ...] = ("sync", "async", "streamed")
 """Every way in which a run is called."""
-Place: TypeAlias = Literal["same object", "new object", "new process"]
-"""Where a paused run goes on."""
-PLACES: tuple[Place, ...] = ("same object", "new object", "new process")
+Location: TypeAlias = Literal["same object", "new object", "new process"]
+"""The location at which a paused run goes on."""
+LOCATIONS: tuple[Location, ...] = ("same object", "new object", "new process")
 """Every place where a paused run goes on."""
 
 
@@ -47,13 +47,13 @@ class Scenario(Recorded):
 
     script: Script
     """The model of the (first) agent."""
-    mode: Mode
+    mode: CallMode
     """The way in to use."""
     guard: Budget | Guard | None
-    """What is given to the adapter. None: run the bare framework, without the adapter."""
+    """The budget or guard of the adapter. None: run the bare framework, without the adapter."""
     tools: Sequence[Tool] = ()
     user_input: str | None = "Go."
-    """What the user says; None with `after`: go on where that run stopped."""
+    """The user's words; None with `after`: go on where that run stopped."""
     handoffs: Sequence[Agent] = ()
     """Agents that the model can hand over to (only for drivers with `handoff` in `subagents`)."""
     graph: Agent | None = None
@@ -75,7 +75,7 @@ class Scenario(Recorded):
     conversation: str | None = None
     """The id of the conversation, for `conversation_id`; that of the framework's if left out."""
     retries: int = 0
-    """How often the framework's own retry layer tries a failed model call again."""
+    """The retries of a failed model call by the framework's own retry layer."""
     twice: bool = False
     """The adapter is attached in two layers that both see every call (clause 21)."""
     structured: bool = False
@@ -89,7 +89,7 @@ class Scenario(Recorded):
     """Go on from the end of this run: same thread, session or history."""
     answer: Literal["approve", "refuse"] | None = None
     """With `after`, which is paused: what the person says to every call that waits."""
-    place: Place = "same object"
+    location: Location = "same object"
     """With `answer`: where the run goes on. On the same agent object and adapter; on new ones,
     with what the framework and the store keep in memory; or with nothing but what they have
     written as bytes."""
@@ -140,7 +140,7 @@ class Ran:
     typed: Any = "not reported"
     """With `Scenario.structured`: what stands where the program reads the structured output."""
     raised: Exception | None = None
-    """What came out of the framework's entry point, if anything."""
+    """The exception that left the framework's entry point, if any."""
     chunks: Sequence[object] = ()
     """Streamed: everything that the consumer got."""
     leaked: Sequence[str] = ()

@@ -20,7 +20,7 @@ MODEL = "scripted-model"
 FALLBACK = "scripted-model-small"
 """The name of the cheaper model that requests fall back to."""
 USAGE = TokenUsage(100, 20)
-"""What a scripted reply reports unless it says otherwise."""
+"""The usage of a scripted reply that names none."""
 
 _NUMBERS = count()
 
@@ -56,7 +56,7 @@ class Reply(Recorded):
     handoff: str | None = None
     """The name of the agent in `Scenario.handoffs` that the model hands over to."""
     usage: TokenUsage | None = USAGE
-    """What the provider reports; None when it reports nothing."""
+    """The usage that the provider reports; None when it reports nothing."""
     error: Exception | None = None
     """The call fails with it. The driver raises it, or its framework's exception for it."""
     hang: bool = False
@@ -70,7 +70,7 @@ class Reply(Recorded):
     model: str = MODEL
     """The model that the request went to: the response names it."""
     seconds: float = 0.0
-    """How far the script's `ManualClock` moves while the model answers."""
+    """The time by which the script's `ManualClock` moves while the model answers."""
 
 
 def calls(*names: str | Call, usage: TokenUsage | None = USAGE) -> Reply:
@@ -154,8 +154,8 @@ class Script:
             tool_calls=tuple(
                 call
                 if call.id is not None
-                else replace(call, id=f"call_{self._number}_{number}_{place}")
-                for place, call in enumerate(reply.tool_calls)
+                else replace(call, id=f"call_{self._number}_{number}_{index}")
+                for index, call in enumerate(reply.tool_calls)
             ),
         )
         with self._lock:

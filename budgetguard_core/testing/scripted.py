@@ -74,9 +74,9 @@ class Answers:
             raise answer
         if isinstance(answer, str):
             return Turn(answer, (), self.usage)
-        asked = [*answer.items()] if isinstance(answer, Mapping) else [*answer]
+        requested = [*answer.items()] if isinstance(answer, Mapping) else [*answer]
         calls = tuple(
-            ScriptedCall(f"call_{number}_{place}", name, dict(arguments))
-            for place, (name, arguments) in enumerate(asked)
+            ScriptedCall(f"call_{number}_{index}", name, dict(arguments))
+            for index, (name, arguments) in enumerate(requested)
         )
         return Turn("", calls, self.usage)

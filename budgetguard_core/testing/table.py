@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from budgetguard_core.testing.clauses import CLAUSES
 from budgetguard_core.testing.driver import Driver
-from budgetguard_core.testing.scenario import Mode
+from budgetguard_core.testing.scenario import CallMode
 
 BEGIN = "<!-- capability table -->"
 END = "<!-- end of capability table -->"
@@ -32,16 +32,16 @@ def capability_table(drivers: Sequence[Driver]) -> str:
     for clause in CLAUSES:
         cells: list[str] = []
         for driver in drivers:
-            asked: list[Mode] = [mode for mode in driver.modes if mode in clause.modes]
+            requested: list[CallMode] = [mode for mode in driver.modes if mode in clause.modes]
             lacking = clause.lacking(driver)
-            why = {mode: lacking or driver.deviation(clause.number, mode) for mode in asked}
+            why = {mode: lacking or driver.deviation(clause.number, mode) for mode in requested}
             held = [mode for mode, reason in why.items() if reason is None]
             notes: list[str] = []
             for reason in dict.fromkeys(reason for reason in why.values() if reason):
                 if reason not in reasons:
                     reasons.append(reason)
                 notes.append(f"[{reasons.index(reason) + 1}]")
-            if not asked:
+            if not requested:
                 cell = "-"
             elif not notes:
                 cell = "yes"

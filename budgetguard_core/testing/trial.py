@@ -17,7 +17,7 @@ from budgetguard_core.stop import StopReason
 from budgetguard_core.stop_state import ModeName
 from budgetguard_core.testing.driver import Driver, Feature, perform
 from budgetguard_core.testing.message import Message, check_history, expect
-from budgetguard_core.testing.scenario import Mode, Ran, Scenario
+from budgetguard_core.testing.scenario import CallMode, Ran, Scenario
 from budgetguard_core.testing.script import Replies, Script, Tool, calls, changing
 
 DEADLINE = 1.5
@@ -115,7 +115,7 @@ class Trial:
     """One way in of one adapter, in one mode: what a clause is tried on."""
 
     driver: Driver
-    mode: Mode
+    mode: CallMode
 
     @property
     def is_sync(self) -> bool:
@@ -203,5 +203,5 @@ def check_nudge(events: Sequence[Event], *scripts: Script) -> None:
     check_equal("nudges", len(nudges), 1)
     # Serialised prompts may escape quotation marks; the sentence up to one is enough.
     words = re.split(r"[\"'\\]", nudges[0])[0]
-    told = any(words in sent for script in scripts for sent in script.sent)
-    expect(told, f"the model was not told {nudges[0]!r}")
+    known = any(words in sent for script in scripts for sent in script.sent)
+    expect(known, f"the model was not told {nudges[0]!r}")

@@ -13,7 +13,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from budgetguard_core import AdapterError, Budget, BudgetExceeded
-from budgetguard_http import BudgetHooks, RunStopped, bounded_clients, install, uninstall
+from budgetguard_http import BedrockHooks, CallRefused, bounded_clients, install, uninstall
 from provider_server import TOKENS, ProviderServer
 
 pytestmark = [
@@ -126,7 +126,7 @@ def test_a_loop_that_never_ends_ends_at_its_cap(stream):
 
 @STREAMED
 def test_the_same_by_public_events_alone(stream):
-    with ProviderServer() as server, BudgetHooks(CAPPED) as hooks:
+    with ProviderServer() as server, BedrockHooks(CAPPED) as hooks:
         loop = Loop(hooks.register(client_of(server)), stream=stream).run()
     usage = hooks.outcome.usage
     assert (server.hits, usage.iterations, usage.total_tokens) == (CAP, CAP, CAP * TOKENS)
@@ -219,10 +219,10 @@ def test_raise_leaves_the_block_past_every_except():
                     client.converse(**asked())
                 except Exception:
                     continue
-        with BudgetHooks(Budget(max_iterations=1), on_trip="raise") as hooks:
+        with BedrockHooks(Budget(max_iterations=1), on_trip="raise") as hooks:
             client = hooks.register(client_of(server))
             client.converse(**asked())
-            with pytest.raises(RunStopped):
+            with pytest.raises(CallRefused):
                 client.converse(**asked())
     assert server.hits == CAP + 1
 
@@ -238,7 +238,7 @@ def test_a_forced_tool_is_refused_by_an_error_that_nobody_tries_again():
     response = raised.value.response
     assert (response["ResponseMetadata"]["HTTPStatusCode"], server.hits) == (402, 1)
     assert response["ResponseMetadata"]["RetryAttempts"] == 0
-    assert response["Error"]["Code"] == "RunStopped"
+    assert response["Error"]["Code"] == "CallRefused"
     assert "budget" not in str(raised.value).lower()
 
 
@@ -358,7 +358,7 @@ def test_after_the_block_a_client_is_as_it_was():
 
 
 def test_threads_share_the_budget_of_registered_clients():
-    with ProviderServer(calls=0) as server, BudgetHooks(Budget(max_iterations=11)) as hooks:
+    with ProviderServer(calls=0) as server, BedrockHooks(Budget(max_iterations=11)) as hooks:
         client = hooks.register(client_of(server))
         threads = [threading.Thread(target=client.converse, kwargs=asked()) for _ in range(24)]
         for one in threads:
@@ -374,7 +374,7 @@ def test_threads_share_the_budget_of_registered_clients():
 def test_hooks_in_a_block_count_once_in_both_and_what_one_refuses_is_no_call_of_the_other(
     caps, first, stream
 ):
-    with ProviderServer() as server, BudgetHooks(Budget(max_model_calls=caps[0])) as hooks:
+    with ProviderServer() as server, BedrockHooks(Budget(max_model_calls=caps[0])) as hooks:
         client = client_of(server)
         with bounded_clients(Budget(max_model_calls=caps[1])) as block:
             if first == "block":
@@ -395,13 +395,13 @@ def test_hooks_in_a_block_count_once_in_both_and_what_one_refuses_is_no_call_of_
 
 
 def test_a_stop_that_hooks_raise_in_a_block_is_no_call_of_the_block():
-    hooks = BudgetHooks(Budget(max_model_calls=1), on_trip="raise")
+    hooks = BedrockHooks(Budget(max_model_calls=1), on_trip="raise")
     with ProviderServer(calls=0) as server, hooks:
         client = hooks.register(client_of(server))
         with bounded_clients(Budget(max_model_calls=9)) as block:
             client.converse(**asked())
             for _ in range(2):
-                with pytest.raises(RunStopped):
+                with pytest.raises(CallRefused):
                     client.converse(**asked())
     gc.collect()
     usage = block.guard.usage
@@ -412,7 +412,7 @@ def test_a_stop_that_hooks_raise_in_a_block_is_no_call_of_the_block():
 def test_a_client_of_another_service_is_refused():
     client = session().client("sts")
     with pytest.raises(AdapterError, match="bedrock-runtime"):
-        BudgetHooks(FREE).register(client)
+        BedrockHooks(FREE).register(client)
 
 
 def test_the_clients_key_is_in_no_error_and_no_outcome(caplog):

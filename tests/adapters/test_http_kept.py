@@ -73,7 +73,7 @@ def test_a_stopped_conversation_goes_on(provider, client, caps, kept, stream):
         after = kept
     provider.texts = dict.fromkeys(range(len(provider.requests), 9), "Here you are.")
     with bounded_clients(Budget()):
-        given = [*block.unsent_input(), message("Go on.")]
+        given = [*block.pending_input(), message("Go on.")]
         reply, _ = talk(client, given, after, stream=stream)
     assert reply.output_text == "Here you are."
     said = [one for request in provider.requests for one in request["input"] if "role" in one]
@@ -86,16 +86,16 @@ def test_a_request_that_is_refused_again_is_unsent_as_a_whole(provider, client):
     stopped = Guard(Budget())
     stopped.abort("enough for today")
     with bounded_clients(stopped) as later:
-        _, kept = talk(client, [*block.unsent_input(), message("Go on.")], kept)
+        _, kept = talk(client, [*block.pending_input(), message("Go on.")], kept)
     provider.texts = {1: "Here you are."}
     with bounded_clients(Budget()) as last:
-        reply, _ = talk(client, [*later.unsent_input(), message("Please.")], kept)
+        reply, _ = talk(client, [*later.pending_input(), message("Please.")], kept)
     assert reply.output_text == "Here you are."
     assert [one.get("content") for one in provider.requests[-1]["input"]][-2:] == [
         "Go on.",
         "Please.",
     ]
-    assert last.unsent_input() == []
+    assert last.pending_input() == []
 
 
 def test_a_transport_says_it_too(provider, httpserver):
@@ -105,9 +105,9 @@ def test_a_transport_says_it_too(provider, httpserver):
         base_url=httpserver.url_for("/v1"),
         http_client=httpx2.Client(transport=transport),
     ) as client:
-        assert transport.unsent_input() == []
+        assert transport.pending_input() == []
         talk(client, [message("Go.")], {})
-    sent = transport.unsent_input()
+    sent = transport.pending_input()
     assert [one["call_id"] for one in sent] == ["call_0_0", "call_0_1", "call_0_2"]
 
 

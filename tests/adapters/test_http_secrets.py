@@ -11,9 +11,9 @@ import pytest
 
 from budgetguard_core import Budget, BudgetExceeded
 from budgetguard_core.kit import outcome_of
-from budgetguard_http import AsyncBudgetTransport, BudgetTransport, RunStopped, bounded_clients
+from budgetguard_http import AsyncBudgetTransport, BudgetTransport, CallRefused, bounded_clients
+from budgetguard_http._payload import read_payload
 from budgetguard_http._policy import Policy
-from budgetguard_http._posted import read_posted
 from provider_server import ProviderServer
 
 pytestmark = [
@@ -143,7 +143,7 @@ def test_errors_of_our_own(mod, end, caplog):
                     post(mod, server.url, *REQUESTS["Gemini"])
     told = traceback.TracebackException.from_exception(raised.value)
     heard.check(str(raised.value), str(told), repr(raised.value.outcome))
-    assert not isinstance(raised.value, RunStopped)
+    assert not isinstance(raised.value, CallRefused)
 
 
 async def test_a_cancelled_call(caplog):
@@ -166,5 +166,5 @@ async def test_a_cancelled_call(caplog):
 def test_what_was_read_of_a_request_shows_nothing_of_it():
     secret = {**CHAT, "messages": [{"role": "user", "content": SECRET}]}
     raw = httpx.Request("POST", "http://x", json=secret).content
-    posted = read_posted("x", "/v1/chat/completions", HEADERS, raw, Policy())
+    posted = read_payload("x", "/v1/chat/completions", HEADERS, raw, Policy())
     assert SECRET not in repr(posted)

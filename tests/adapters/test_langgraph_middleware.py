@@ -162,10 +162,10 @@ class Asking(AgentMiddleware):
 @ORDER
 @pytest.mark.parametrize("cap", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_whatever_a_user_s_own_middleware_calls_counts(order, cap):
-    main, beside = sticky(), Script([says("x")])
+    main, linked = sticky(), Script([says("x")])
     guard = Guard(Budget(max_model_calls=cap, loop_detection=None))
     ours = BudgetMiddleware(guard)
-    asking = Asking(StrictChat(script=beside))
+    asking = Asking(StrictChat(script=linked))
     agent = create_agent(
         StrictChat(script=main),
         [search],
@@ -173,7 +173,7 @@ def test_whatever_a_user_s_own_middleware_calls_counts(order, cap):
         checkpointer=InMemorySaver(),
     )
     agent.invoke(user(), thread())
-    assert main.calls + beside.calls == guard.usage.model_calls == cap
+    assert main.calls + linked.calls == guard.usage.model_calls == cap
     assert guard.outcome.status == "terminated"
     check_request(guard.outcome.messages)
 
@@ -182,7 +182,7 @@ def test_whatever_a_user_s_own_middleware_calls_counts(order, cap):
 def test_also_after_a_person_s_answer_on_new_objects(order):
     """A refused call leads straight to the summary: before any step of ours."""
     saver = InMemorySaver()
-    main, beside = Script([calls(Call("search", "a"))]), Script([says("x")])
+    main, linked = Script([calls(Call("search", "a"))]), Script([says("x")])
     config = thread()
     given = user()
     outcomes = []
@@ -195,7 +195,7 @@ def test_also_after_a_person_s_answer_on_new_objects(order):
             tools = ()
 
             def before_model(self, state, runtime):
-                StrictChat(script=beside).invoke("before the model")
+                StrictChat(script=linked).invoke("before the model")
 
         hitl = built_in.HumanInTheLoopMiddleware(interrupt_on={"search": True})
         agent = create_agent(
@@ -208,7 +208,7 @@ def test_also_after_a_person_s_answer_on_new_objects(order):
         if outcomes[-1].status != "paused":
             break
         given = Command(resume={"decisions": [{"type": "reject", "message": "no"}]})
-    assert main.calls + beside.calls == 5
+    assert main.calls + linked.calls == 5
     assert outcomes[-1].usage.model_calls == 5
     assert outcomes[-1].status == "terminated"
     assert graphs.BODIES == []

@@ -171,7 +171,7 @@ def private_uses(path):
 
 
 # Attributes of this adapter's own objects.
-OWN = {"_budgetguard", "_astream", "_stream", "_around", "_callbacks"}
+OWN = {"_budgetguard", "_astream", "_stream", "_enclosing", "_callbacks"}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)

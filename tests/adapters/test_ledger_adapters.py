@@ -114,7 +114,7 @@ def test_a_kill_ends_the_run_before_its_next_call(driver, mode, opened):
     def reply(number):
         if number == 1:
             operator.kill(tenant="acme", who="ann", why="loops")
-            ledger.beat()
+            ledger.send_heartbeat()
         return calls("search")
 
     script = Script(reply)
@@ -128,7 +128,7 @@ def test_a_kill_ends_the_run_before_its_next_call(driver, mode, opened):
     ran.stopped(StopReason.ABORTED)  # it survives the run
     assert script.calls == 2
     operator.revive(tenant="acme")
-    ledger.beat()
+    ledger.send_heartbeat()
     ran = Trial(driver, mode).run([says("Done.")], paid(ledger))
     ran.completed()
 
@@ -163,7 +163,7 @@ def test_80_percent_are_told_once_per_window(driver, mode, opened):
     envelope = paid(ledger, on_warning=lambda guard, event: told.append(event.dimension))
 
     def settled(number, value):
-        ledger.beat()
+        ledger.send_heartbeat()
         return f"{number} {value}"
 
     for _ in range(3):
@@ -211,7 +211,7 @@ def test_a_loop_has_no_configuration_and_may_ask_the_context(opened):
         return run_bounded(lambda messages: "Done.", envelope, messages="Go.", model=MODEL)
 
     assert contextvars.copy_context().run(run).status == "completed"
-    ledger.beat()
+    ledger.send_heartbeat()
     assert {row.key for row in ledger.windows()} == {"acme"}
 
 
@@ -237,11 +237,11 @@ def test_a_graph_that_is_resumed_under_a_fresh_budget_is_paid_by_the_same_tenant
     events, ledger = [], opened(daily_tokens=500)
     terms = paid(ledger, sinks=[events.append])
     graph, config = stopped_graph(lambda made: bounded(made, terms))
-    ledger.beat()
+    ledger.send_heartbeat()
     spent, told = ledger.usage("acme").daily.spent_tokens, len(events)
     result = resume(graph, config, Budget(max_iterations=25))
     assert outcome(result).stop_reason == "tenant_daily"
-    ledger.beat()
+    ledger.send_heartbeat()
     assert ledger.usage("acme").daily.spent_tokens == spent > 0
     assert len(events) > told
 

@@ -10,7 +10,7 @@ import pytest
 from budgetguard_core import AdapterError, Budget, BudgetExceeded, Guard, StopReason
 from budgetguard_core.kit import ToolCall
 from budgetguard_loop import bounded, guarded, run_bounded, run_bounded_async, run_bounded_stream
-from budgetguard_loop._reply import said_by
+from budgetguard_loop._reply import facts_of
 
 # Settings
 
@@ -206,7 +206,7 @@ def test_blocks_that_are_no_calls_are_left_out():
 
 def test_a_response_without_choices_says_nothing_and_is_charged():
     response = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 0}}
-    assert said_by(response).text == ""
+    assert facts_of(response).text == ""
     with bounded(Budget()) as run, run.model_call(input_tokens=1) as call:
         call.settle(response)
     assert run.outcome.usage.total_tokens == 5

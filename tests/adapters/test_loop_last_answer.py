@@ -9,7 +9,7 @@ import pytest
 from budgetguard_core import Budget, BudgetExceeded, FinalizeReserve, MemoryStore
 from budgetguard_core.kit import ANSWER_NOW
 from budgetguard_loop import bounded, run_bounded, run_bounded_async, run_bounded_stream
-from budgetguard_loop._history import asked_at_last
+from budgetguard_loop._history import last_request
 
 BUDGET = Budget(max_iterations=1, finalize_reserve=FinalizeReserve(tokens=9000))
 CALL = {
@@ -105,8 +105,8 @@ def test_an_exception_has_the_answer_too():
 
 def test_nobody_speaks_twice_in_a_row():
     said = [{"role": "user", "content": "Go."}]
-    assert asked_at_last(said) == [{"role": "user", "content": f"Go.\n\n{ANSWER_NOW}"}]
+    assert last_request(said) == [{"role": "user", "content": f"Go.\n\n{ANSWER_NOW}"}]
     said = [{"role": "user", "content": [{"type": "image_url"}]}]
-    (message,) = asked_at_last(said)
+    (message,) = last_request(said)
     assert message["content"][-1] == {"type": "text", "text": ANSWER_NOW}
     assert len(said[0]["content"]) == 1

@@ -26,7 +26,7 @@ from openai.types.responses import (
 from budgetguard_core import Budget, Guard, StopReason
 from budgetguard_core.kit import NOT_AVAILABLE, NOT_EXECUTED, OUTCOME_UNKNOWN, Run
 from budgetguard_core.testing import Call
-from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
+from budgetguard_openai_agents import BudgetHooks, outcome, pending_input
 from budgetguard_openai_agents._history import picture_of
 from openai_agents_raw import KINDS, RawModel, Screen, call_of, text_item, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, tool, unpaired
@@ -270,7 +270,7 @@ async def test_a_shell_of_the_providers_is_hosted_and_keeps_its_result(mode):
     assert guard.usage.tool_calls == 1
     assert not unpaired(result.to_input_list())
     # A server that keeps the conversation has its own tool's result already.
-    assert [item["type"] for item in unsent_input(result)] == ["function_call_output"]
+    assert [item["type"] for item in pending_input(result)] == ["function_call_output"]
 
 
 @modes

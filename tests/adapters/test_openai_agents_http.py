@@ -21,7 +21,7 @@ from agents import (
 from openai import AsyncOpenAI
 
 from budgetguard_core import Budget, FinalizeReserve, Guard, StopReason
-from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
+from budgetguard_openai_agents import BudgetHooks, outcome, pending_input
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_runs import MODES, go, tool, unpaired
 from strict_openai_server import NAME, StrictServer, stream, too_many
@@ -224,7 +224,7 @@ async def test_a_conversation_that_the_server_keeps_goes_on(provider, client, mo
         hooks=BudgetHooks(Budget(max_tool_calls=3)),
     )
     assert bodies == ["search"] * 3
-    unsent = unsent_input(result)
+    unsent = pending_input(result)
     assert [item["call_id"] for item in unsent] == ["call_1_0", "call_1_1"]
     provider.texts = dict.fromkeys(range(2, 9), "Here you are.")
     again = await go(
@@ -252,11 +252,11 @@ async def test_what_a_conversation_was_not_told_before_its_run_was_stopped_is_un
     result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1)), **kept)
     stopped = Guard(Budget())
     stopped.abort("enough for today")
-    given = [*unsent_input(result), {"role": "user", "content": "Go on."}]
+    given = [*pending_input(result), {"role": "user", "content": "Go on."}]
     result = await go(mode, agent, given, hooks=BudgetHooks(stopped), **kept)
     assert (outcome(result).stop_reason, len(provider.requests)) == (StopReason.ABORTED, 1)
     provider.texts = {1: "Here you are."}
-    given = [*unsent_input(result), {"role": "user", "content": "Please."}]
+    given = [*pending_input(result), {"role": "user", "content": "Please."}]
     again = await go(mode, agent, given, hooks=BudgetHooks(Budget()), **kept)
     assert again.final_output == "Here you are."
     sent = provider.requests[-1]["input"]
@@ -285,7 +285,7 @@ async def test_the_state_of_a_stopped_run_knows_the_servers_conversation(
     refused.abort("enough for today")
     state = await RunState.from_json(agent, stopped.to_state().to_json())
     stopped = await go(mode, agent, state, hooks=BudgetHooks(refused))
-    assert [item["call_id"] for item in unsent_input(stopped)] == ["call_0_0"]
+    assert [item["call_id"] for item in pending_input(stopped)] == ["call_0_0"]
     provider.texts = dict.fromkeys(range(1, 9), "Here you are.")
     again = await go(mode, agent, stopped.to_state(), hooks=BudgetHooks(Budget()))
     assert again.final_output == "Here you are."
@@ -332,7 +332,7 @@ async def test_a_chain_of_responses_goes_on_from_its_state(provider, client, mod
     again = await go(
         mode,
         agent,
-        [*unsent_input(result), {"role": "user", "content": "Go on."}],
+        [*pending_input(result), {"role": "user", "content": "Go on."}],
         previous_response_id=result.last_response_id,
         hooks=BudgetHooks(Budget()),
     )

@@ -27,7 +27,7 @@ from openai.types.responses.response_output_item import McpApprovalRequest
 from openai.types.shared import Reasoning
 
 from budgetguard_core import Budget, Guard, StopReason
-from budgetguard_openai_agents import BudgetHooks, outcome, unsent_input
+from budgetguard_openai_agents import BudgetHooks, outcome, pending_input
 from conformance.budgetguard_openai_agents_driver import MemorySession
 from openai_agents_raw import RawModel, call_of, text_item, toolbox
 from openai_agents_runs import MODES, agent_of, calls, go, says, script_of, tool, unpaired
@@ -209,7 +209,7 @@ async def test_a_hosted_server_asks_and_code_answers(mode):
     assert guard.open_calls() == ()
     model.calls = 0
     result = await go(mode, agent, hooks=BudgetHooks(Budget(max_iterations=1)))
-    assert [item["type"] for item in unsent_input(result)] == ["mcp_approval_response"]
+    assert [item["type"] for item in pending_input(result)] == ["mcp_approval_response"]
 
 
 @modes

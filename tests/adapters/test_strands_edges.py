@@ -17,7 +17,7 @@ from strands.multiagent import GraphBuilder
 from budgetguard_core import AdapterError, Budget, Guard, StopReason
 from budgetguard_core.testing import Script, calls, says
 from budgetguard_strands import BudgetHookProvider
-from budgetguard_strands._bounds import bounded
+from budgetguard_strands._bounds import with_bound
 from conformance.budgetguard_strands_driver import ScriptedModel
 from strands_agents import Counter, made, sticky
 
@@ -167,8 +167,8 @@ def test_the_bound_is_never_below_what_a_provider_takes():
     model = AnthropicModel(
         client_args={"api_key": "x"}, model_id="m", max_tokens=4000, params=thinking
     )
-    assert bounded(model, 100).config["max_tokens"] == 1025
-    assert bounded(model, 3000).config["max_tokens"] == 3000
+    assert with_bound(model, 100).config["max_tokens"] == 1025
+    assert with_bound(model, 3000).config["max_tokens"] == 3000
     assert model.config["max_tokens"] == 4000
 
 

@@ -14,7 +14,7 @@ from budgetguard_core import Budget, Guard, MemoryStore
 from budgetguard_core.kit import NOT_EXECUTED, outcome_of
 from budgetguard_core.testing import ManualClock, Reply, Script, calls, says
 from budgetguard_strands import MAX_ITERATIONS, BudgetHookProvider
-from budgetguard_strands._bounds import bounded
+from budgetguard_strands._bounds import with_bound
 from conformance.budgetguard_strands_driver import ScriptedModel
 from strands_agents import Counter, check_request, made, results, run, sticky, strict
 
@@ -41,16 +41,16 @@ def test_the_bound_of_bedrock_is_never_below_its_thinking_budget():
     pytest.importorskip("boto3")
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
     model = bedrock(max_tokens=4000, additional_request_fields=thinking)
-    assert bounded(model, 100).get_config()["max_tokens"] == 1025
-    assert bounded(model, 3000).get_config()["max_tokens"] == 3000
-    assert bounded(bedrock(), 100).get_config()["max_tokens"] == 100
+    assert with_bound(model, 100).get_config()["max_tokens"] == 1025
+    assert with_bound(model, 3000).get_config()["max_tokens"] == 3000
+    assert with_bound(bedrock(), 100).get_config()["max_tokens"] == 100
     assert model.get_config()["max_tokens"] == 4000
 
 
 def test_the_bound_of_openai_responses_is_never_below_its_minimum():
     responses = pytest.importorskip("strands.models.openai_responses")
     model = responses.OpenAIResponsesModel(client_args={"api_key": "x"}, model_id="m")
-    assert bounded(model, 5).get_config()["params"]["max_output_tokens"] == 16
+    assert with_bound(model, 5).get_config()["params"]["max_output_tokens"] == 16
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_each_model_of_strands_own_has_a_completion_bound(name, place, own):
         settings = settings.setdefault(key, {})
     if own is not None:
         settings[last] = own
-    settings = vars(bounded(model, 100))
+    settings = vars(with_bound(model, 100))
     for key in path:
         settings = settings[key]
     assert settings[last] == (50 if own == 50 else 100)

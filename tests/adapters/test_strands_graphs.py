@@ -82,14 +82,14 @@ class Slotted(Custom):
 @pytest.mark.parametrize("way", WAYS)
 def test_custom_nodes_run_as_without_a_guard(kind, way):
     bodies = []
-    for bounded in (False, True):
+    for with_bound in (False, True):
         nodes = [kind(), kind()]
         builder = graph_builder()
         builder.add_node(nodes[0], "a")
         builder.add_node(nodes[1], "b")
         builder.add_edge("a", "b")
         graph = builder.build()
-        if bounded:
+        if with_bound:
             provider = BudgetHookProvider(Budget(max_iterations=3))
             provider.attach(graph)
         result, _ = run(graph, "Go.", way)

@@ -37,7 +37,7 @@ def provider_of(ledger):
 
 
 def spent(ledger, tenant):
-    ledger.beat()
+    ledger.send_heartbeat()
     return ledger.usage(tenant).daily.spent_tokens
 
 

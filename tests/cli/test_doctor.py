@@ -110,9 +110,9 @@ def test_mixes_that_are_not_covered_are_named(doctor, imports, problems, notes):
 def test_what_concerns_run_is_kept_apart(doctor, tmp_path):
     (tmp_path / "graph.py").write_text("import langgraph")
     text = CliRunner().invoke(app, ["doctor", "graph.py"], env={"COLUMNS": "140"}).stdout
-    above, below = text.split("Under `budgetguard run` alone:")
+    parent, below = text.split("Under `budgetguard run` alone:")
     assert "raw thread pool" in below
-    assert "raw thread pool" not in above
+    assert "raw thread pool" not in parent
 
 
 @pytest.mark.parametrize(

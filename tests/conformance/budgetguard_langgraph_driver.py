@@ -279,9 +279,9 @@ class LangGraphDriver(Driver):
 
     def graph(self, scenario):
         shared = scenario.shared
-        if scenario.place != "same object":
+        if scenario.location != "same object":
             shared.pop("graph", None)
-        if scenario.place == "new process":
+        if scenario.location == "new process":
             shared["saver"] = reopened(shared["saver"])
         if "graph" not in shared:
             keeps = scenario.stored or any(tool.approval for tool in scenario.tools)

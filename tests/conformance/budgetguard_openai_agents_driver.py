@@ -384,7 +384,7 @@ def messages(items: list[Any], handoffs: set[str], synthetic: Any) -> list[Messa
         else:
             found.append(Message(role="assistant", text=text, tool_calls=calls))
 
-    for place, item in enumerate(items):
+    for location, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "function_call":
             if item["name"] in handoffs:
@@ -399,7 +399,7 @@ def messages(items: list[Any], handoffs: set[str], synthetic: Any) -> list[Messa
         elif kind == "message":
             content = item["content"]
             text = content if isinstance(content, str) else "".join(p["text"] for p in content)
-            if place == len(items) - 1 and synthetic is not None:
+            if location == len(items) - 1 and synthetic is not None:
                 found.append(Message(role="assistant", text=text, synthetic=synthetic))
             elif item["role"] == "assistant":
                 assistant(text)
@@ -446,7 +446,7 @@ class OpenAIAgentsDriver(Driver):
 
     def agent(self, scenario: Scenario) -> Agent[Any]:
         agent = scenario.shared.get("agent")
-        if agent is None or scenario.place != "same object":
+        if agent is None or scenario.location != "same object":
             agent = scenario.shared["agent"] = self.build(scenario)
         return agent
 
@@ -475,7 +475,7 @@ class OpenAIAgentsDriver(Driver):
         after, new = scenario.after, scenario.user_input
         if after is not None and scenario.answer is not None:
             state = after.session[1]
-            if scenario.place != "same object":
+            if scenario.location != "same object":
                 state = await RunState.from_string(agent, state.to_string())
             for waiting in state.get_interruptions():
                 if scenario.answer == "approve":

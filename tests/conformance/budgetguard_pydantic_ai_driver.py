@@ -159,9 +159,9 @@ class ScriptedStream(StreamedResponse):
                 vendor_part_id="t", content=reply.text
             ):
                 yield event
-        for place, call in enumerate(reply.tool_calls):
+        for location, call in enumerate(reply.tool_calls):
             yield self._parts_manager.handle_tool_call_part(
-                vendor_part_id=place,
+                vendor_part_id=location,
                 tool_name=call.name,
                 args=call.arguments,
                 tool_call_id=call.id,
@@ -303,7 +303,7 @@ class Capability(Driver):
 
     def opened(self, scenario: Scenario):
         shared = scenario.shared
-        if "agent" not in shared or scenario.place != "same object":
+        if "agent" not in shared or scenario.location != "same object":
             shared["agent"] = self.agent(scenario, scenario.script, scenario.tools, top=True)
         options: dict[str, Any] = {}
         guard = scenario.guard
@@ -318,7 +318,7 @@ class Capability(Driver):
         if scenario.after is not None:
             left = scenario.after.session
             messages, waiting = left.messages, left.waiting
-            if scenario.place == "new process":
+            if scenario.location == "new process":
                 written = ModelMessagesTypeAdapter.dump_json(messages)
                 messages = ModelMessagesTypeAdapter.validate_json(written)
             options["message_history"] = messages

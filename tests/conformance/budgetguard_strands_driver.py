@@ -288,7 +288,7 @@ class StrandsDriver(Driver):
     def opened(self, scenario: Scenario) -> tuple[Any, Agent, dict[str, Any]]:
         """Find or make what is called, and how it is called."""
         shared = scenario.shared
-        if "runner" not in shared or scenario.place != "same object":
+        if "runner" not in shared or scenario.location != "same object":
             shared.update(provider=self.provider(scenario), turn=threading.Lock())
             shared["runner"] = self.target(scenario)
             return *shared["runner"], self.options(scenario)

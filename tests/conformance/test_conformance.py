@@ -16,11 +16,11 @@ def cases():
             continue
         ways = [(driver, mode) for driver in drivers_of(adapter) for mode in driver.modes]
         for clause in CLAUSES:
-            asked = [way for way in ways if clause.is_asked(*way)]
-            for place, (driver, mode) in enumerate(asked):
+            asked = [way for way in ways if clause.is_requested(*way)]
+            for location, (driver, mode) in enumerate(asked):
                 name = f"{adapter.removeprefix('budgetguard_')}-{driver.name}-{mode}"
                 # By default each clause is asked in one way in, the next one in the next.
-                by_default = place == clause.number % len(asked)
+                by_default = location == clause.number % len(asked)
                 yield pytest.param(
                     driver,
                     mode,

@@ -272,7 +272,7 @@ def test_every_clause_fails_without_a_guard(clause, mode):
     [
         (breakers._wait_too_long, "ended terminated .velocity.* expected .*max_seconds"),
         (breakers._wait_for_a_token, "the third call started after"),
-        (breakers._wait_for_a_place, r"when each began: \[0, 0, 0\]"),
+        (breakers._wait_for_a_slot, r"when each began: \[0, 0, 0\]"),
     ],
 )
 def test_an_adapter_that_does_not_wait_fails(monkeypatch, part, reason):

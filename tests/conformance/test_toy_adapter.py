@@ -15,7 +15,7 @@ CASES = [
     )
     for clause in CLAUSES
     for mode in Toy.modes
-    if clause.is_asked(Toy(), mode)
+    if clause.is_requested(Toy(), mode)
 ]
 
 

@@ -90,10 +90,10 @@ class Toy(Driver):
         conversation = Conversation()
         if scenario.after is not None:
             conversation = scenario.after.session
-            if scenario.place == "new process":
+            if scenario.location == "new process":
                 conversation = Conversation(**json.loads(json.dumps(asdict(conversation))))
         shared = scenario.shared
-        if "agent" not in shared or scenario.place != "same object":
+        if "agent" not in shared or scenario.location != "same object":
             shared["agent"] = self.agent(scenario, scenario.script, scenario.tools, top=True)
         agent = shared["agent"]
         if scenario.guard is not None:
@@ -170,8 +170,8 @@ def model(script):
 
     async def ask(request):
         told = json.dumps([request.messages, request.tools], ensure_ascii=False)
-        said = [message(one) for one in request.messages]
-        reply = script.next(told, request=said, bound=request.max_tokens)
+        user_input = [message(one) for one in request.messages]
+        reply = script.next(told, request=user_input, bound=request.max_tokens)
         if reply.hang:
             await hang()
         if reply.error is not None:

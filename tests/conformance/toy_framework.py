@@ -119,8 +119,8 @@ class Agent:
             results = await asyncio.gather(*(self._call(call, layers) for call in allowed))
             texts = dict(zip(map(id, allowed), results, strict=True))
             for call in calls:
-                said = texts.get(id(call), "The person said no.")
-                messages.append({"role": "tool", "id": call["id"], "text": said})
+                user_input = texts.get(id(call), "The person said no.")
+                messages.append({"role": "tool", "id": call["id"], "text": user_input})
                 yield messages[-1]
 
     async def _ask(self, conversation: Conversation, layers: Sequence[Middleware]) -> Reply:

@@ -39,8 +39,8 @@ class TestBeside:
     def test_a_child_of_two_charges_their_ancestor_once(self):
         root = Guard(Budget(max_model_calls=10))
         left, right = root.child(Budget(max_model_calls=3)), root.child()
-        child = left.child(beside=[right])
-        assert child.lineage == (child, left, root, right)
+        child = left.child(linked=[right])
+        assert child.ancestry == (child, left, root, right)
         spend(child)
         assert [one.usage.model_calls for one in (root, left, right, child)] == [1, 1, 1, 1]
 
@@ -49,13 +49,13 @@ class TestBeside:
         off = root.child(mode=Mode.OFF)
         child = off.child(mode=Mode.ENFORCE)
         spend(child)
-        assert child.lineage == (child, off, root)
+        assert child.ancestry == (child, off, root)
         assert [one.usage.model_calls for one in (child, off, root)] == [1, 0, 1]
 
     def test_an_abort_of_either_ends_the_child(self):
         root = Guard()
         left, right = root.child(), root.child()
-        child = left.child(beside=[right])
+        child = left.child(linked=[right])
         right.abort()
         assert child.cancellation.cancelled
         assert isinstance(spend(child), Stop)
@@ -193,7 +193,7 @@ def test_activate_blocks_are_found_and_left():
     assert current_guard() is None
     with outer.activate(), inner.activate():
         assert current_guard() is inner
-        assert current().above.guard is outer
+        assert current().parent.guard is outer
     assert current() is None
 
 

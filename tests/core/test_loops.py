@@ -75,12 +75,12 @@ def fail(detector, tool, arguments, text):
 
 def test_an_identical_call_is_nudged_after_three_and_stopped_after_four():
     detector = make()
-    said = []
+    earlier_replies = []
     for count in range(1, 5):
         assert not detector.tripped
         detector.observe("read_file", "a", "r")
-        said.append((count, detector.nudge()))
-    assert said == [
+        earlier_replies.append((count, detector.nudge()))
+    assert earlier_replies == [
         (1, None),
         (2, None),
         (
@@ -262,12 +262,12 @@ def test_long_names_are_cut_and_still_told_apart():
 
 def test_the_same_call_with_the_same_error_is_nudged_after_three_and_stopped_after_five():
     detector = make(stop_after=9)
-    said = []
+    earlier_replies = []
     for _ in range(5):
         assert not detector.tripped
         fail(detector, "fetch", "a", "not found")
-        said.append(detector.nudge())
-    assert said == [
+        earlier_replies.append(detector.nudge())
+    assert earlier_replies == [
         None,
         None,
         "You have called fetch with these arguments 3 times and got the same error each time; try "
@@ -299,12 +299,12 @@ def test_the_same_call_with_the_same_error_counts_across_the_users_turns():
 
 def test_errors_with_other_arguments_are_nudged_after_three_and_stopped_after_eight():
     detector = make()
-    said = []
+    earlier_replies = []
     for count in range(8):
         assert not detector.tripped
         fail(detector, "open", str(count), f"no file 'a{count}.txt' in /srv/{count} ({count})")
-        said.append(detector.nudge())
-    assert said == [
+        earlier_replies.append(detector.nudge())
+    assert earlier_replies == [
         None,
         None,
         "Your latest 3 calls of open ended with the same error, whatever the arguments; try "
@@ -336,13 +336,13 @@ def long(text):
 
 def talk(detector, replies):
     """Take in replies as two agents make them; return what they were told, and how many came."""
-    said = []
+    earlier_replies = []
     for speaker, text in replies:
-        said.append(detector.nudge())
+        earlier_replies.append(detector.nudge())
         if detector.tripped:
             break
         detector.observe_reply(speaker, text)
-    return len(said) - 1, [text for text in said if text]
+    return len(earlier_replies) - 1, [text for text in earlier_replies if text]
 
 
 def test_two_agents_that_say_the_same_to_each_other_are_stopped():
@@ -380,9 +380,11 @@ def test_replies_that_repeat_without_a_cycle_are_stopped():
 @pytest.mark.parametrize("speaker", [None, "writer"])
 def test_one_agent_that_says_the_same_again_is_stopped(speaker):
     detector = make()
-    done, said = talk(detector, [(speaker, text) for text in [long("Done."), long("Done.\n")] * 10])
+    done, earlier_replies = talk(
+        detector, [(speaker, text) for text in [long("Done."), long("Done.\n")] * 10]
+    )
     assert done == 5
-    assert said == [
+    assert earlier_replies == [
         f"The latest replies ({speaker or 'assistant'}) were all made before; try "
         "another approach, or report what blocks you."
     ]
@@ -457,7 +459,7 @@ def test_memory_is_constant():
         assert tracemalloc.get_traced_memory()[0] - before < 20_000
     finally:
         tracemalloc.stop()
-    assert len(detector.state()["seen"]) == len(detector.state()["said"]) == 64
+    assert len(detector.state()["seen"]) == len(detector.state()["earlier_replies"]) == 64
 
 
 # Against a naive model, and through its state
@@ -568,8 +570,8 @@ results = st.sampled_from(["r", "r", "s"])
 errors = st.sampled_from([None, None, None, "e", "e", "f"])
 calls = st.tuples(st.just("observe"), tools, few | many, results, errors)
 failures = st.tuples(st.just("observe"), st.just("x"), few | many, st.just("r"), st.just("e"))
-said = few | many
-replies = st.tuples(st.just("observe_reply"), tools, said | said.map(long))
+earlier_replies = few | many
+replies = st.tuples(st.just("observe_reply"), tools, earlier_replies | earlier_replies.map(long))
 others = st.tuples(st.sampled_from(["nudge", "nudge", "nudge", "user_turn", "reload"]))
 mixed = st.lists(calls | failures | replies | others, max_size=40)
 moves = (
@@ -649,7 +651,7 @@ def test_a_state_is_judged_by_the_settings_it_is_loaded_under():
     assert LoopDetector.from_state(LoopDetection(), stored).tripped
     patient = LoopDetector.from_state(LoopDetection(stop_after=9, window=8), stored)
     assert not patient.tripped
-    assert len(patient.state()["seen"]) == len(patient.state()["said"]) == 8
+    assert len(patient.state()["seen"]) == len(patient.state()["earlier_replies"]) == 8
     assert patient.state()["fresh"] == 2
 
 
@@ -667,7 +669,7 @@ def damaged():
     for name, value in [
         ("seen", None), ("seen", [["a", "b"]]), ("seen", [["a", "b", 1]]), ("recent", []),
         ("fresh", -1), ("times", "x"), ("masked", 5), ("waiting", None), ("error", ["a"]),
-        ("said", [["a", 1]]), ("replies", []), ("rows", {}), ("rows", None),
+        ("earlier_replies", [["a", 1]]), ("replies", []), ("rows", {}), ("rows", None),
         ("rows", {**rows, "more": [0, 0]}), ("rows", {**rows, "stale": [3]}), ("more", 1),
     ]:  # fmt: skip
         yield {**sound, name: value}

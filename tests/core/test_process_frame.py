@@ -38,7 +38,7 @@ def test_a_run_in_a_block_in_a_thread_is_charged_to_both(guard):
     def act():
         with inner.activate():
             run = Envelope(budget=Budget()).open()
-        return [one for part in run.guards for one in part.lineage]
+        return [one for part in run.guards for one in part.ancestry]
 
     assert {guard, inner} <= set(in_a_thread(act))
 

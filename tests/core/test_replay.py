@@ -151,7 +151,7 @@ def test_a_part_of_two_runs_spends_both():
     run = Run()
     one = run.guard.child(Budget(max_tool_calls=2), run_id="one")
     other = run.guard.child(Budget(tool_quotas={"a": 1}), run_id="other")
-    part = one.child(run_id="part", beside=[other])
+    part = one.child(run_id="part", linked=[other])
     part.admit_tool_calls([ToolCall(name="a"), ToolCall(name="a")])
     other.admit_tool_call(ToolCall(name="a"))
     assert run.guard.usage.tool_calls == 1

@@ -91,7 +91,7 @@ def test_a_ceiling_below_what_is_spent_refuses_and_takes_nothing_back(place, ope
     part = run.obtain(Amount(5 * 10**9, 1))
     ledger.set_ceilings("acme", daily_usd=1)
     run.settle(part, Amount(4 * 10**9, 1))
-    ledger.beat()
+    ledger.send_heartbeat()
     refused = run.obtain(Amount(1, 1))
     assert isinstance(refused, LedgerRefused)
     assert (refused.reason, refused.limit, refused.used) == ("tenant_daily", 1, 4)
@@ -137,7 +137,7 @@ def test_a_tenant_that_was_revived_pays_before_the_next_beat(place, opened):
     run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
     first = run.obtain(Amount(CENT, 1))
     operator.kill(tenant="acme")
-    ledger.beat()
+    ledger.send_heartbeat()
     assert run.obtain(Amount(CENT, 1)).reason == "aborted"
     operator.revive(tenant="acme")
     part = run.obtain(Amount(CENT, 1))
@@ -345,7 +345,7 @@ def test_redis_is_asked_only_what_version_6_knows(tmp_path):
         with Ledger(place.url, daily_usd=5, **options) as ledger:
             run = ledger.attach("run", ("acme", "u"), on_kill=id, on_warning=id)
             part = run.obtain(Amount(10**9, 5))
-            ledger.beat()
+            ledger.send_heartbeat()
             run.settle(part, Amount(10**9, 5))
             ledger.reserve("acme", usd=1).settle(0.5)
             ledger.set_ceilings("acme", daily_usd=4)

@@ -196,7 +196,7 @@ def test_hostile_names_in_the_commands(place, opened, name):
     ledger = opened(place)
     ledger.reserve((name, "acme"), usd=2).settle(1)
     attached = ledger.attach(name, name, on_kill=id, on_warning=id)
-    ledger.beat()
+    ledger.send_heartbeat()
     assert run(place, "ledger", "set", name, "--daily-usd", "5").exit_code == 0
     killed = run(place, "kill", "--tenant", name, "--why", "\x1b[2J\nx", "--who", name)
     for done in (
@@ -221,7 +221,7 @@ def test_the_commands_reach_a_process_of_their_own(sqlite, opened, budgetguard_p
     ledger = opened(sqlite, daily_usd=1)
     ledger.reserve("acme", usd=0.1)
     run_ = ledger.attach("run-1", "acme", on_kill=id, on_warning=id)
-    ledger.beat()
+    ledger.send_heartbeat()
     done = budgetguard_process("kill", "--tenant", "acme", "--ledger", sqlite.url)
     assert (done.returncode, done.stderr) == (0, "")
     assert run_.obtain(Amount(tokens=1)).reason == "aborted"

@@ -64,7 +64,7 @@ def test_what_a_run_that_looks_on_takes_back_is_charged_to_nobody(sqlite, opened
     ticket = guard.admit_model_call(ModelCall(cost_usd=Decimal(1)))
     assert guard.observed_trip.reason == "tenant_daily"
     assert guard.withdraw(ticket)
-    ledger.beat()
+    ledger.send_heartbeat()
     assert charged(ledger) == (0, Decimal("0.01"))
 
 
@@ -143,7 +143,7 @@ def test_a_guard_that_goes_on_after_its_ledger_was_closed_is_looked_after(sqlite
     guard.settle_model_call(guard.admit_model_call(ask), cost_usd=Decimal("0.01"))
     ledger.close()
     guard.settle_model_call(guard.admit_model_call(ask), cost_usd=Decimal("0.01"))
-    ledger.beat()
+    ledger.send_heartbeat()
     assert [run.run for run in ledger._heartbeat.all()] == [guard.run_id]
     ledger.close()
     assert charged(ledger) == (Decimal("0.02"), 0)
@@ -160,7 +160,7 @@ def test_a_call_under_way_when_its_ledger_is_closed_is_settled(sqlite, opened, a
     for other in others:
         other.settle_model_call(other.admit_model_call(ask), cost_usd=Decimal("0.01"))
     guard.settle_model_call(call, cost_usd=Decimal("0.01"))
-    ledger.beat()
+    ledger.send_heartbeat()
     ledger.close()
     assert charged(ledger) == (Decimal("0.01") * (1 + another), 0)
 
@@ -172,7 +172,7 @@ def test_a_kill_switch_with_a_time_that_is_none_is_set_all_the_same(place, opene
     with pytest.raises(LedgerRefused, match="tenant 'acme' was killed"):
         ledger.reserve("acme", usd=0.1)
     run = ledger.attach("run", "acme", on_kill=told.append, on_warning=id)
-    ledger.beat()
+    ledger.send_heartbeat()
     run.close()
     assert "tenant 'acme' was killed" in told[0]
     assert "tenant 'acme' was killed" in ledger.kills()[0].detail

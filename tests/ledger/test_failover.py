@@ -267,7 +267,7 @@ def test_what_is_allowed_while_the_store_is_absent_has_a_cap_of_its_own(tmp_path
         ledger.reserve("acme", usd=0.5)
     sqlite.path.rmdir()
     ledger.connection._pause_ns = 0
-    ledger.beat()
+    ledger.send_heartbeat()
     ledger.reserve("acme", usd=50).settle(50)
     assert ledger.usage("acme").daily.spent_usd == Decimal("51.75")
 
@@ -288,7 +288,7 @@ def test_a_retry_of_a_named_reservation_never_finds_it_closed_at_nothing(place, 
         ledger.reserve("acme", usd=8, reservation_id="call-1")
     store.step = real
     retried = other.reserve("acme", usd=8, reservation_id="call-1")  # a call is under way
-    ledger.beat()
+    ledger.send_heartbeat()
     assert other.usage("acme").daily.reserved_usd == 8
     with pytest.raises(LedgerRefused, match="of the day"):
         ledger.reserve("acme", usd=8)
@@ -368,7 +368,7 @@ def test_a_signals_handler_that_raises_leaves_no_lock_held(place, opened):
     other.start()
     other.join(60)
     assert done
-    ledger.beat()
+    ledger.send_heartbeat()
     ledger.close()
     with Ledger(place.url, timeout=PATIENT, time_zone=ZONE) as fresh:
         used = fresh.usage("acme").daily
@@ -402,16 +402,16 @@ def test_a_kill_is_seen_by_thousands_of_tenants_with_one_small_question(place, o
         ledger.attach(f"r{number}", f"t{number}", on_kill=told.append, on_warning=id)
         for number in range(4000)
     ]
-    ledger.beat()
+    ledger.send_heartbeat()
     asked = []
     store = ledger.connection.store()
     real = store.notes
     store.notes = lambda prefix: asked.append(real(prefix)) or asked[-1]
-    ledger.beat()
+    ledger.send_heartbeat()
     assert asked == [{}]  # what is set, however many live
     operator.kill(tenant="t3999", who="ann")
     started = seconds()
-    ledger.beat()
+    ledger.send_heartbeat()
     assert (len(told), len(runs)) == (1, 4000)
     assert seconds() - started < 30  # a few milliseconds; the machine may be loaded
 
@@ -468,6 +468,6 @@ def test_a_call_that_was_settled_just_before_its_process_was_killed_is_not_forgo
     )
     assert done.returncode == -signal.SIGKILL
     ledger = opened(place, daily_usd=100)
-    ledger.beat()
+    ledger.send_heartbeat()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (3, 0)

@@ -51,7 +51,7 @@ def test_a_worker_that_is_killed_never_under_counts(place, tmp_path):
     store = place.store()
     with Ledger(place.url, **OPTIONS, queue=tmp_path / "queue") as ledger:
         label = ledger.usage("acme").daily.window
-        ledger.beat()  # sends what the dead left on the disk
+        ledger.send_heartbeat()  # sends what the dead left on the disk
         assert place.kind != "sqlite" or ledger.check() == []
     real = billed(folder)
     assert real > 0
@@ -148,7 +148,9 @@ class Load:
 
     def settle_all(self):
         for ledger in self.ledgers:
-            wait_until(lambda ledger=ledger: not _fails(ledger.beat) and not len(ledger._outbox))
+            wait_until(
+                lambda ledger=ledger: not _fails(ledger.send_heartbeat) and not len(ledger._outbox)
+            )
             ledger.close()
 
 
@@ -260,7 +262,7 @@ def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_p
         place = Place(kind, tmp_path, server.url, server.url)
         options = {"timeout": 0.3, "time_zone": ZONE, "queue": tmp_path / "queue"}
         with Ledger(place.url, daily_usd=5, **options) as ledger:
-            wait_until(lambda: not _fails(ledger.beat))  # its time-out is short
+            wait_until(lambda: not _fails(ledger.send_heartbeat))  # its time-out is short
             server.send(signal.SIGSTOP)
             try:
                 started = seconds()
@@ -275,7 +277,7 @@ def test_a_server_that_stands_still_holds_nobody_beyond_the_time_out(kind, tmp_p
                 server.send(signal.SIGCONT)
             ledger.connection._pause_ns = 0
             wait_until(lambda: not _fails(lambda: ledger.usage("acme")))
-            wait_until(lambda: not _fails(ledger.beat) and not len(ledger._outbox))
+            wait_until(lambda: not _fails(ledger.send_heartbeat) and not len(ledger._outbox))
             with Ledger(place.url, **OPTIONS) as patient:
                 # What was refused while it stood still was taken back.
                 assert patient.usage("acme").daily.reserved_usd == 0
@@ -300,7 +302,7 @@ def test_a_full_disk_is_refused_and_the_file_stays_sound(sqlite, tmp_path):
     assert spent > 10
     assert "SQLITE_" in refused
     with Ledger(sqlite.url, **OPTIONS, queue=tmp_path / "queue") as ledger:
-        ledger.beat()  # what could not be written waits in the queue
+        ledger.send_heartbeat()  # what could not be written waits in the queue
         assert ledger.check() == []
         day = ledger.usage("acme").daily
     assert day.spent_usd * 1000 == spent
@@ -328,7 +330,7 @@ def test_what_a_dead_process_left_on_the_disk_is_sent_by_the_next(sqlite, opened
     (left,) = queue.rglob("*.json")
     sqlite.path.rmdir()
     ledger = opened(sqlite)
-    ledger.beat()
+    ledger.send_heartbeat()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.2"), 0)  # in full
     assert not left.exists()

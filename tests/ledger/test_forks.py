@@ -134,10 +134,10 @@ def test_a_guard_that_crosses_a_fork_is_looked_after_in_the_child(place, opened)
 
     def work():
         spend()
-        ledger.beat()
+        ledger.send_heartbeat()
         assert [run.run for run in ledger._heartbeat.all()] == [guard.run_id]
         ledger.kill(run=guard.run_id, who="ops")
-        ledger.beat()
+        ledger.send_heartbeat()
         assert guard.check().reason == "aborted"
         ledger.close()
 

@@ -42,7 +42,7 @@ def spend(guard, usd="0.10", tokens=20):
 
 
 def day(ledger, key="acme"):
-    ledger.beat()
+    ledger.send_heartbeat()
     return ledger.usage(key).daily
 
 
@@ -255,7 +255,7 @@ def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
     )
     for _ in range(9):
         spend(guard)
-        ledger.beat()
+        ledger.send_heartbeat()
     assert told == [("tenant_daily", "1", "0.8")]
     assert guard.warnings == ("tenant_daily",)
     assert sum(isinstance(event, LimitNearlyReached) for event in events) == 1
@@ -267,7 +267,7 @@ def test_a_warning_at_80_percent_comes_once_per_window(sqlite, opened):
     )
     spend(guard, tokens=390)
     spend(guard)
-    tokens.beat()
+    tokens.send_heartbeat()
     assert guard.trip.reason == "tenant_daily"
     assert told[1:] == []  # beyond 80 % and refused at once
 
@@ -288,10 +288,10 @@ def test_a_kill_switch_aborts_runs_in_every_process(place, opened, heartbeat):
     assert isinstance(spend(untouched), Admit)
     operator.kill(tenant="acme")
     late = Guard(ledger=ledger, tenant="acme")
-    ledger.beat()
+    ledger.send_heartbeat()
     assert spend(late) == "aborted"
     operator.revive(tenant="acme")
-    ledger.beat()
+    ledger.send_heartbeat()
     assert isinstance(spend(Guard(ledger=ledger, tenant="acme")), Admit)
 
 
@@ -321,13 +321,13 @@ class Beats:
         self.asked.append(seconds)
         assert self._let_go.acquire(timeout=300)
 
-    def beat(self):
+    def send_heartbeat(self):
         self._let_go.release()
 
     def set(self):
         """Wake nobody before the end: only a beat that was due anyway counts."""
         if self.is_over:
-            self.beat()
+            self.send_heartbeat()
 
     def clear(self):
         pass
@@ -343,11 +343,11 @@ def test_a_kill_is_seen_by_the_next_beat_which_comes_within_half_a_second(place,
     guard = Guard(ledger=ledger, tenant="acme")
     guard.cancellation.on_cancel(cancelled.set)
     guard.admit_model_call(call())  # and hangs
-    beats.beat()
+    beats.send_heartbeat()
     wait_until(lambda: len(beats.asked) == 2)
     operator.kill(tenant="acme", who="ann")
     assert not cancelled.is_set()
-    beats.beat()
+    beats.send_heartbeat()
     try:
         assert cancelled.wait(60)
         assert set(beats.asked) == {0.5}
@@ -392,7 +392,7 @@ def test_or_lets_it_go_on_and_charges_it_later(sqlite, opened, tmp_path):
 
 def _is_charged(ledger, usd):
     try:
-        ledger.beat()
+        ledger.send_heartbeat()
         return ledger.usage("acme").daily.spent_usd == Decimal(usd)
     except Exception:
         return False
@@ -599,7 +599,7 @@ def test_nothing_is_kept_of_a_run_that_ended(sqlite, opened):
     lost = Guard(ledger=ledger, tenant="acme")
     del guard, lost
     gc.collect()
-    ledger.beat()
+    ledger.send_heartbeat()
     wait_until(lambda: not ledger._heartbeat.all())
 
 

@@ -253,7 +253,7 @@ def test_a_window_that_a_call_or_a_report_brought_to_80_percent_warns_with_the_n
         run.report(Amount(8 * 10**9))
     else:
         run.settle(run.obtain(Amount(10**9)), Amount(8 * 10**9))
-    ledger.beat()
+    ledger.send_heartbeat()
     assert told == []  # a settlement asks for nothing that could be held back
     for _ in range(2):
         run.obtain(Amount(10**8))

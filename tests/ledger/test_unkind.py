@@ -66,8 +66,8 @@ def test_a_ledger_that_is_used_again_charges_nothing_twice(sqlite, opened, monke
         reservation = ledger.reserve("acme", usd=1)
         reservation.settle(0.25)
         ledger.close()
-    ledger.beat()
-    opened(sqlite).beat()
+    ledger.send_heartbeat()
+    opened(sqlite).send_heartbeat()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.25"), 0)
 
@@ -79,12 +79,12 @@ def test_a_call_that_a_new_process_sent_while_it_was_under_way_is_charged_as_res
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "send", silent)
         reservation = ledger.reserve("acme", usd=1)
-    opened(sqlite).beat()
+    opened(sqlite).send_heartbeat()
     reservation.settle(0.25)
-    ledger.beat()
+    ledger.send_heartbeat()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (1, 0)
-    opened(sqlite).beat()
+    opened(sqlite).send_heartbeat()
     assert ledger.usage("acme").daily.spent_usd == 1
 
 

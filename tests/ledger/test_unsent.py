@@ -62,7 +62,7 @@ def test_what_dead_processes_left_does_not_go_before_what_waits_here(sqlite, ope
         run = ledger.attach("run", "acme", on_kill=id, on_warning=id)
         run.settle(run.obtain(Amount(CENT, 1)), Amount(CENT, 1))
         with pytest.raises(LedgerUnreachable):
-            ledger.beat()
+            ledger.send_heartbeat()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.01"), 0)
 
@@ -176,7 +176,7 @@ def test_a_settlement_that_finds_no_store_is_sent_later(sqlite, opened, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(ledger.connection, "send", silent)
         reservation.settle(0.5)
-    ledger.beat()
+    ledger.send_heartbeat()
     day = ledger.usage("acme").daily
     assert (day.spent_usd, day.reserved_usd) == (Decimal("0.5"), 0)
 
@@ -212,7 +212,7 @@ def test_one_bad_report_in_the_queue_holds_up_nothing(place, opened, wrong, capl
     good = {"op": 1, "windows": windows, "spent": [CENT, 1], "owner": "run"}
     for name, one in {"a": {"id": "bad"} | good | wrong, "b": {"id": "1"} | good}.items():
         (folder / f"{name}.json").write_text(json.dumps(one))
-    ledger.beat()
+    ledger.send_heartbeat()
     assert ledger.usage("ac\u00a0me").daily.spent_usd == Decimal("0.01")
     assert [path.name for path in folder.iterdir()] == ["a.rejected"]
     assert "a report that no store can count" in caplog.text

@@ -64,7 +64,7 @@ def test_every_test_is_in_one_part_and_the_first_asks_each_clause_of_each_adapte
         if is_installed(adapter)
         for driver in drivers_of(adapter)
         for clause in CLAUSES
-        if any(clause.is_asked(driver, mode) for mode in driver.modes)
+        if any(clause.is_requested(driver, mode) for mode in driver.modes)
     }
     names = re.findall(r"test_clause\[clause_(\d+)-(\w+)-", "\n".join(found[DEFAULT]))
     assert {(f"budgetguard_{adapter}", int(number)) for number, adapter in names} == asked

@@ -11,7 +11,7 @@ import pytest
 from mistralai.client import Mistral
 
 from budgetguard_core import Budget
-from budgetguard_http import BudgetHooks, BudgetTransport
+from budgetguard_http import BedrockHooks, BudgetTransport
 from budgetguard_http._policy import bills
 from provider_server import ProviderServer
 
@@ -70,7 +70,7 @@ def test_counting_tokens_is_free(make):
 
 
 def test_counting_tokens_by_boto3_is_free():
-    with ProviderServer() as server, BudgetHooks(FREE) as hooks:
+    with ProviderServer() as server, BedrockHooks(FREE) as hooks:
         session = boto3.Session("k", "s", region_name="us-east-1")
         client = hooks.register(session.client("bedrock-runtime", endpoint_url=server.url))
         said = [{"role": "user", "content": [{"text": "go"}]}]

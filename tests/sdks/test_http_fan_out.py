@@ -10,7 +10,7 @@ import pytest
 
 import http_flows as flows
 from budgetguard_core import Budget
-from budgetguard_http import BudgetHooks, bounded_clients
+from budgetguard_http import BedrockHooks, bounded_clients
 from provider_server import ProviderServer
 
 CALLS, MOST = 60, 5
@@ -99,7 +99,7 @@ async def test_so_do_those_of_boto3_in_threads():
     with ProviderServer(calls=0) as server:
         server.barrier = threading.Event()
         client = session.client("bedrock-runtime", endpoint_url=server.url)
-        with BudgetHooks(Budget(max_cost_usd=0.05, loop_detection=None)) as hooks:
+        with BedrockHooks(Budget(max_cost_usd=0.05, loop_detection=None)) as hooks:
             hooks.register(client)
             turns = [{"role": "user", "content": [{"text": "go"}]}]
             ask = {"modelId": "anthropic.claude-sonnet-4-5-20250929-v1:0", "messages": turns}

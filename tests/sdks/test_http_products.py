@@ -16,7 +16,7 @@ from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_http import (
     AsyncBudgetTransport,
     BudgetTransport,
-    RunStopped,
+    CallRefused,
     bounded_clients,
     install,
     uninstall,
@@ -201,7 +201,7 @@ def test_nor_is_what_a_transport_stops_by_raising(stream):
         client = flows.openai_client(server, http_client=http)
         create(client, stream=stream)
         for _ in range(3):
-            with pytest.raises(RunStopped):
+            with pytest.raises(CallRefused):
                 create(client, stream=stream)
     usage = block.outcome.usage
     assert (server.hits, usage.model_calls, usage.failed_calls) == (1, 1, 0)

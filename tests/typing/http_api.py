@@ -10,7 +10,7 @@ from budgetguard_core import Budget, Guard, Outcome, SqliteStore
 from budgetguard_core.kit import Envelope, Run
 from budgetguard_http import (
     AsyncBudgetTransport,
-    BudgetHooks,
+    BedrockHooks,
     BudgetTransport,
     bounded_clients,
     install,
@@ -45,7 +45,7 @@ class Bedrock:
     """Stands for boto3's client, which has no types of its own."""
 
 
-with BudgetHooks(Budget(max_tool_calls=3), on_unknown="pass") as hooks:
+with BedrockHooks(Budget(max_tool_calls=3), on_unknown="pass") as hooks:
     bedrock: Bedrock = hooks.register(Bedrock())
 
 install(watch_connections=True)

@@ -58,8 +58,8 @@ with Ledger("sqlite:///ledger.sqlite3", daily_tokens=500) as ledger:
     graph = bounded(compiled, envelope)
 
 callback = BudgetCallback(Guard(Budget(max_model_calls=10)))
-beside: RunnableConfig = {**config, "callbacks": [callback]}
-graph.invoke({"messages": []}, beside)
+linked: RunnableConfig = {**config, "callbacks": [callback]}
+graph.invoke({"messages": []}, linked)
 found: Outcome | None = callback.outcome
 
 

@@ -27,7 +27,7 @@ from budgetguard_core import Budget, BudgetGuardError, Guard, StopReason
 from budgetguard_core.counters import ITERATIONS, UNKNOWN_ANSWER, Link
 from budgetguard_core.decision import COUNTED, projected_cost
 from budgetguard_core.events import Event, ModelCallRefused, Tripped
-from budgetguard_core.frame import Frame, around, bound_process
+from budgetguard_core.frame import Frame, bound_process, innermost
 from budgetguard_core.kit import Admit, ModelCall, Violation, end_run
 from budgetguard_core.ledger import LedgerRefused, Reservation
 from budgetguard_core.ledger.in_thread import InThread
@@ -65,7 +65,7 @@ def adapt(adapter: str) -> None:
 def _leave(folder: RunFolder) -> None:
     for host, count in budgetguard_http.uncovered_hosts().items():
         folder.note(f"{count} connections to {host} went past BudgetGuard")
-    frame = around()
+    frame = innermost()
     if frame is not None:
         end_run(frame.guard, trip=frame.guard.trip)
 
@@ -219,7 +219,7 @@ class RunLedger(Plug):
             of_answers = refused.reason in (StopReason.MAX_TOTAL_TOKENS, StopReason.MAX_COST_USD)
             if bound or not of_answers or self.ledger.run_usage(CALLS).reserved_tokens:
                 raise
-            held = reserve(0)  # nobody else could pass the cap with it
+            held = reserve(0)  # nobody else could exceed the cap with it
         ask.holds += (held,)
 
     def _reserve_tool_calls(self, owner: Any, ask: Ask) -> None:
@@ -230,7 +230,7 @@ class RunLedger(Plug):
             with owner.tree.lock:
                 of_tool = counters.tool(call.name).quotas
             places = enumerate(counters.quotas)
-            quotas = {QUOTA.format(place): one for place, one in places if one in of_tool}
+            quotas = {QUOTA.format(position): one for position, one in places if one in of_tool}
             try:
                 held = self.obtain([CALLS, *quotas], model_calls=0, tool_calls=1)
             except LedgerRefused as refused:

@@ -87,8 +87,8 @@ def run(
         )
     try:
         if tenant is not None:
-            with Ledger(ledger) as opened:
-                opened.require_ceiling(tenant)
+            with Ledger(ledger) as ledger_of_run:
+                ledger_of_run.require_ceiling(tenant)
         with RunFolder.made(budget, ledger=ledger, tenant=tenant) as folder:
             command = ["-m", *script] if is_module else script
             code = run_script(command, folder, budget, grace_s=grace)

@@ -26,7 +26,7 @@ RUN: Final = "BUDGETGUARD_RUN"
 CALLS, TURNS, ANSWERS, QUOTA = "run", "iterations", "last answers", "quota {}"
 """The keys of the ledger: of all calls, of turns, of what is kept back, of a quota by its place."""
 OF_A_PROCESS: Final = ("no_progress", "oscillation", "stalled", "velocity", "circuit_open")
-"""What each process looks after by itself; it stops no other one."""
+"""Limits that each process checks by itself; they stop no other one."""
 _TIMEOUT_S: Final = 10.0
 _GONE: Final = "`budgetguard run` is gone"
 
@@ -49,7 +49,7 @@ class RunFolder:
         self.url = url
         self._path = Path(unquote(url.removeprefix("sqlite:///").partition("?")[0])).parent
         self.logs = self._path / "logs"
-        """Where each process writes what it does."""
+        """The file of each process's record."""
         self._alive, self._stop = self._path / "alive", self._path / "stop"
         self._notes = self._path / "notes"
         self._held: int | None = None
@@ -137,7 +137,7 @@ class RunFolder:
         with suppress(OSError):
             os.utime(self._stop)
 
-    def asked_ns(self) -> int:
+    def stop_requested_ns(self) -> int:
         """Return when a call was refused last, or the stop came, by the wall clock."""
         return self._stop.stat().st_mtime_ns
 
@@ -176,8 +176,8 @@ def _set_ceilings(ledger: Ledger, budget: Budget) -> None:
 def _is_held(file: Path) -> bool:
     """Return whether the process that holds a file lives."""
     try:
-        with file.open() as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with file.open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False

@@ -51,7 +51,7 @@ def run_script(command: Sequence[str], folder: RunFolder, budget: Budget, *, gra
 
 
 class Patience:
-    """How long a script has gone on after a stop.
+    """The time that a script has gone on after a stop.
 
     A script that calls no model any more may take its time, for its children or for what it has:
     only a deadline and an abort count for themselves.
@@ -73,9 +73,9 @@ class Patience:
         stop = self._folder.stop()
         if stop is None:
             return over
-        asked = self._folder.asked_ns()
-        self._stopped_ns = self._stopped_ns or asked
-        until = SystemClock.wall_ns() if stop.reason is StopReason.ABORTED else asked
+        requested = self._folder.stop_requested_ns()
+        self._stopped_ns = self._stopped_ns or requested
+        until = SystemClock.wall_ns() if stop.reason is StopReason.ABORTED else requested
         return max((until - self._stopped_ns) / 1e9, over)
 
 

@@ -42,15 +42,15 @@ class Ollama(ApiProtocol):
 
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return an answer whose usage is zero; its clients' types take no field of ours."""
-        said: Body = {"message": {"role": "assistant", "content": text}}
+        shown: Body = {"message": {"role": "assistant", "content": text}}
         if "messages" not in body:
-            said = {"response": text}
+            shown = {"response": text}
         figures = {"prompt_eval_count": 0, "eval_count": 0, "total_duration": 0}
-        made = {"model": model, "created_at": "1970-01-01T00:00:00Z", **said, "done": True}
+        made = {"model": model, "created_at": "1970-01-01T00:00:00Z", **shown, "done": True}
         return {**made, "done_reason": "stop", **figures}
 
     def synthetic_stream(self, body: Body, model: str, text: str, mark: Body) -> list[Event]:
         """Return a line with the text, and the last one, of which clients take no text."""
-        said = self.synthetic(body, model, text, mark)
-        begun = {name: said[name] for name in said if not name.endswith(("reason", "count"))}
+        shown = self.synthetic(body, model, text, mark)
+        begun = {name: shown[name] for name in shown if not name.endswith(("reason", "count"))}
         return [("", {**begun, "done": False}), ("", self.synthetic(body, model, "", mark))]

@@ -17,7 +17,7 @@ from budgetguard_http.protocols.fields import (
 from budgetguard_http.protocols.protocol import MARK, ApiProtocol, Paths, Reader, repeated, usage_in
 
 DONE: Final[Event] = ("", "[DONE]")
-_BESIDE_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
+_OTHER_CONTENT: Final = frozenset({"refusal", "reasoning_content", "reasoning"})
 _NO_USAGE: Final = {
     "prompt_tokens": 0,
     "completion_tokens": 0,
@@ -35,26 +35,26 @@ class ChatReader(Reader):
         """Take a chunk; hide that of the usage where its client did not ask for it."""
         choices = records(data.get("choices"))
         # A server that has sent it with the answer sends it unasked.
-        was_told = self.usage is not None
+        has_usage = self.usage is not None
         self.usage = merge_usage(self.usage, usage_in(data))
         self.model = text_or_none(data.get("model")) or self.model
         self.id = text_or_none(data.get("id")) or self.id
         for choice in choices:
-            message, place = record(choice.get("delta") or choice.get("message")), 0
+            message, position = record(choice.get("delta") or choice.get("message")), 0
             if isinstance(choice.get("index"), int):
-                place = choice["index"]
+                position = choice["index"]
             self.says(message.get("content") and content_text(message["content"]))
-            for field in _BESIDE_CONTENT & message.keys():
+            for field in _OTHER_CONTENT & message.keys():
                 self.says(message[field]) if field == "refusal" else self.writes(message[field])
             self.says(choice.get("text"))
             self.is_cut |= choice.get("finish_reason") == "length"
             for number, piece in enumerate(records(message.get("tool_calls"))):
-                self._take_call(place, number, piece)
-        return self.hides_usage and not (choices or was_told) and bool(data.get("usage"))
+                self._take_call(position, number, piece)
+        return self.hides_usage and not (choices or has_usage) and bool(data.get("usage"))
 
     def closing(self, text: str) -> list[Event]:
         """Finish the choice, with a text where there was none."""
-        delta = {} if self.said else {"role": "assistant", "content": text}
+        delta = {} if self.shown else {"role": "assistant", "content": text}
         return [("", {**_chunk(self.model or "", delta, "stop"), "id": self.id or _ID}), DONE]
 
     def _take_call(self, choice: int, number: int, piece: Body) -> None:
@@ -107,7 +107,7 @@ class OpenAIChat(ApiProtocol):
     def synthetic(self, body: Body, model: str, text: str, mark: Body) -> Body:
         """Return a completion whose usage is zero: programs read it."""
         message: Body = {"role": "assistant", "content": None, "refusal": None}
-        message[self._place_of_text(body)] = text
+        message[self._text_field(body)] = text
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
         return {
             "id": _ID,
@@ -121,9 +121,9 @@ class OpenAIChat(ApiProtocol):
 
     def synthetic_stream(self, body: Body, model: str, text: str, mark: Body) -> list[Event]:
         """Return two chunks, the usage where it is asked for, and the end."""
-        place = self._place_of_text(body)
+        position = self._text_field(body)
         chunks: list[Body] = [
-            {**_chunk(model, {"role": "assistant", place: text}, None), MARK: mark},
+            {**_chunk(model, {"role": "assistant", position: text}, None), MARK: mark},
             _chunk(model, {}, "stop"),
         ]
         for chunk in chunks:
@@ -132,7 +132,7 @@ class OpenAIChat(ApiProtocol):
             chunks.append({**chunks[1], "choices": [], "usage": dict(_NO_USAGE)})
         return [*(("", chunk) for chunk in chunks), DONE]
 
-    def _place_of_text(self, body: Body) -> str:
+    def _text_field(self, body: Body) -> str:
         return "refusal" if self.can_refuse and self.form(body) == "json" else "content"
 
 

@@ -31,10 +31,10 @@ class ResponsesReader(Reader):
             elif kind == "reasoning":
                 self.writes(content_text(item.get("summary")))
             elif kind.endswith("_call"):
-                told = {"name": item.get("name") or kind.removesuffix("_call")}
+                known = {"name": item.get("name") or kind.removesuffix("_call")}
                 arguments: Any = calls[0].arguments if calls else at(item, "arguments action query")
-                told["id"] = item.get("call_id") or item.get("id")
-                self.begins(index, told, arguments, hosted=not calls)
+                known["id"] = item.get("call_id") or item.get("id")
+                self.begins(index, known, arguments, hosted=not calls)
 
     def take(self, name: str, data: Body) -> None:
         """Take an event."""
@@ -55,27 +55,27 @@ class ResponsesReader(Reader):
             if not response.get("output"):
                 # Some servers end with the head of the response alone.
                 response = {**response, "output": list(self.items.values())}
-            text, said = self.text, self.said
-            self.text, self.said = [], []
+            text, shown = self.text, self.shown
+            self.text, self.shown = [], []
             self.whole(response)
-            self.text, self.said = text, said
+            self.text, self.shown = text, shown
 
     def closing(self, text: str) -> list[Event]:
         """Complete the response: a message that was begun has what it said, as clients check."""
-        said, output = "".join(self.said), list[Body]()
+        shown, output = "".join(self.shown), list[Body]()
         for _, item in sorted(self.items.items()):
             if item.get("type") == "message" and item.get("status") != "completed":
-                item = {**item, "status": "completed", "content": _message(said)["content"]}
-            said = said.removeprefix(content_text(item.get("content")))
+                item = {**item, "status": "completed", "content": _message(shown)["content"]}
+            shown = shown.removeprefix(content_text(item.get("content")))
             output.append(item)
         _, *message, (name, end) = self.protocol.synthetic_stream(
             self.request, str(self.request.get("model") or ""), text, {}
         )
-        if self.said:
+        if self.shown:
             message = []
         else:
-            place = max(self.items, default=-1) + 1
-            message = [(kind, {**data, "output_index": place}) for kind, data in message]
+            position = max(self.items, default=-1) + 1
+            message = [(kind, {**data, "output_index": position}) for kind, data in message]
             output += end["response"]["output"]
         response = {**(self._begun or end["response"]), "status": "completed", "output": output}
         return _numbered([*message, (name, {"response": response})], self._sent)
@@ -144,20 +144,20 @@ class OpenAIResponses(ApiProtocol):
         (message,) = response["output"]
         (part,) = message["content"]
         kind, field = part["type"], "refusal" if part["type"] == "refusal" else "text"
-        place: Body = {"output_index": 0}
-        where: Body = {"item_id": message["id"], **place, "content_index": 0}
+        position: Body = {"output_index": 0}
+        where: Body = {"item_id": message["id"], **position, "content_index": 0}
         written: Body = where if field == "refusal" else {**where, "logprobs": []}
         events: list[Event] = [
             ("response.created", {"response": begun}),
             (
                 "response.output_item.added",
-                {**place, "item": {**message, "status": "in_progress", "content": []}},
+                {**position, "item": {**message, "status": "in_progress", "content": []}},
             ),
             ("response.content_part.added", {**where, "part": {**part, field: ""}}),
             (f"response.{kind}.delta", {**written, "delta": text}),
             (f"response.{kind}.done", {**written, field: text}),
             ("response.content_part.done", {**where, "part": part}),
-            ("response.output_item.done", {**place, "item": message}),
+            ("response.output_item.done", {**position, "item": message}),
             ("response.completed", {"response": response}),
         ]
         return _numbered(events, 0)

@@ -27,7 +27,7 @@ from budgetguard_http.protocols.fields import (
 )
 
 Form: TypeAlias = Literal["text", "json", "tool"]
-"""What a request asks for: any text, JSON of some kind, or a call of a tool in any case."""
+"""The form that a request asks for: any text, JSON of some kind, or a call of a tool."""
 MARK: Final = "budgetguard"
 """Under this name a synthetic answer carries its marker, where the format takes other fields."""
 _MOST: Final = 128
@@ -52,7 +52,7 @@ class Reader:
     Attributes:
         id: The answer's id, where a next request can refer to it.
         text: All that the model wrote, reasoning and arguments of tool calls included.
-        said: Of it, what the reply says to the user.
+        shown: Of it, what the reply says to the user.
         calls: The tool calls that it asks for, when it has ended.
         hosted: The tool calls that the provider has run itself.
         is_cut: It ended at its completion bound.
@@ -74,7 +74,7 @@ class Reader:
         self.protocol = protocol
         self.request = request
         self.text: list[str] = []
-        self.said: list[str] = []
+        self.shown: list[str] = []
         self.calls: list[ToolCall] = []
         self.hosted: list[ToolCall] = []
         self.items: dict[int, Body] = {}
@@ -102,13 +102,13 @@ class Reader:
 
     def closing(self, text: str) -> list[Event] | None:
         """Return the events that end a cut stream in good order, with a text if it said nothing."""
-        said = "" if self.said else text
-        return self.protocol.synthetic_stream(self.request, self.model or "", said, {}) or None
+        shown = "" if self.shown else text
+        return self.protocol.synthetic_stream(self.request, self.model or "", shown, {}) or None
 
     def says(self, text: object) -> None:
         """Take in a piece of the reply's own text."""
         if text and isinstance(text, str):
-            self.said.append(text)
+            self.shown.append(text)
             self.text.append(text)
 
     def writes(self, text: object) -> None:
@@ -165,7 +165,7 @@ class BlockReader(Reader):
         name, stop = block[-1]
         closed = [] if self._open is None else [(name, {**stop, field: self._open})]
         end = [(name, data) for name, data in events if field not in data]
-        return [*closed, *([] if self.said else block), *end]
+        return [*closed, *([] if self.shown else block), *end]
 
 
 class Paths(NamedTuple):
@@ -173,7 +173,7 @@ class Paths(NamedTuple):
 
     messages: str = ""
     prompt: str = ""
-    """What is sent, where that is not the messages."""
+    """The prompt, where that is not the messages."""
     system: str = ""
     tools: str = ""
     schema: str = ""
@@ -181,7 +181,7 @@ class Paths(NamedTuple):
     thinking: str = ""
     """The tokens that thinking may take of the bound, which has to be larger."""
     choices: str = ""
-    """How many answers are asked for, each as long as the bound lets it be."""
+    """The number of answers requested, each as long as the bound lets it be."""
     tool_choice: str = ""
     forced_tool: str = ""
     """The tool that the model has to call: the request's structured output."""
@@ -195,7 +195,7 @@ class ApiProtocol:
     provider: ClassVar[str | None] = None
     paths: ClassVar[Paths] = Paths()
     dialect: ClassVar[Dialect] = CHAT
-    """How its messages are read and written."""
+    """The reader and writer of its messages."""
     reader_type: ClassVar[type[Reader]] = Reader
     model_in_path: ClassVar[re.Pattern[str] | None] = None
     stream_paths: ClassVar[tuple[str, ...]] = ()
@@ -227,8 +227,8 @@ class ApiProtocol:
 
     def set_bound(self, body: Body, tokens: int) -> None:
         """Write that bound, where its place is known."""
-        *above, name = self.paths.bound.split(".")
-        for one in above:
+        *parents, name = self.paths.bound.split(".")
+        for one in parents:
             inner = {**record(body.get(one))}
             body[one] = inner
             body = inner
@@ -289,11 +289,11 @@ class ApiProtocol:
         """Put a corrective message into the last tool result; else it is a message of its own."""
         turns = body[self.paths.messages] = self.turns(body)
         last = record(turns[-1]) if turns and self.turn(turns[-1]).results else {}
-        place = next((name for name in ("content", "output") if text_or_none(last.get(name))), None)
-        if place is None:
+        key = next((name for name in ("content", "output") if text_or_none(last.get(name))), None)
+        if key is None:
             turns.append({"role": "user", "content": text})
         else:
-            last[place] += f"\n\n{text}"
+            last[key] += f"\n\n{text}"
 
     def form(self, body: Body) -> Form:
         """Return what form of answer the request asks for."""
@@ -330,7 +330,7 @@ class OfBlocks(ApiProtocol):
 
     dialect = Converse()
     block: ClassVar[Body] = {}
-    """What a block of text has beside its text."""
+    """The fields of a block of text besides its text."""
     blocks_of: ClassVar[tuple[str, str]] = ("assistant", "content")
     """The role of the model, and the name of a message's blocks."""
 
@@ -348,8 +348,8 @@ class OfBlocks(ApiProtocol):
         last = record(turns[-1] if turns else None)
         blocks = items(last.get(name))
         if blocks:
-            place = items(at(blocks[-1], "toolResult.content")) or blocks
-            place.append({**self.block, "text": text})
+            onto = items(at(blocks[-1], "toolResult.content")) or blocks
+            onto.append({**self.block, "text": text})
         else:
             last[name] = f"{last.get(name) or ''}\n\n{text}"
 
@@ -367,7 +367,7 @@ def repeated(one: Body, count: int) -> list[Body]:
 
 def _result(id_: str, raw: Body) -> Result:
     """Read a result in the form of any format."""
-    told: Body = at(raw, "toolResult functionResponse function_response") or raw
-    content = next((told[name] for name in ("content", "output", "response") if name in told), None)
-    is_failed = told.get("is_error") or told.get("status") == "error"
-    return Result(id_, content, bool(is_failed) or "error" in record(told.get("response")))
+    own: Body = at(raw, "toolResult functionResponse function_response") or raw
+    content = next((own[name] for name in ("content", "output", "response") if name in own), None)
+    is_failed = own.get("is_error") or own.get("status") == "error"
+    return Result(id_, content, bool(is_failed) or "error" in record(own.get("response")))

@@ -22,7 +22,7 @@ from budgetguard_core.kit.history import Call
 MARKS = {"synthetic": True, "stop_reason": "max_iterations"}
 
 
-def said(name, role, text):
+def user_input(name, role, text):
     return {
         "chat": {"role": role, "content": text},
         "converse": {"role": role, "content": [{"text": text}]},
@@ -55,7 +55,7 @@ def made(name, seed):
     """A history with batches of calls; some of the results of the last one are missing."""
     dice, messages = random.Random(seed), []
     for turn in range(dice.randint(1, 4)):
-        messages.append(said(name, "user", f"Question {turn}"))
+        messages.append(user_input(name, "user", f"Question {turn}"))
         calls = [(str(dice.randint(1, 2)), "search") for _ in range(dice.randint(1, 3))]
         messages.append(asked(name, calls))
         known = [(Call(i, n), f"found {place}") for place, (i, n) in enumerate(calls)]
@@ -64,7 +64,7 @@ def made(name, seed):
         if known:
             messages += DIALECTS[name].results(known, None)
         if not is_open:
-            messages.append(said(name, "assistant", "An answer"))
+            messages.append(user_input(name, "assistant", "An answer"))
     return messages
 
 
@@ -96,7 +96,7 @@ def test_a_history_is_closed_ended_and_asked(name):
 def test_the_results_of_a_batch_stay_together(name):
     dialect = DIALECTS[name]
     calls = [Call("1", "search"), Call("2", "search")]
-    messages = [said(name, "user", "Go."), asked(name, [("1", "search"), ("2", "search")])]
+    messages = [user_input(name, "user", "Go."), asked(name, [("1", "search"), ("2", "search")])]
     messages += dialect.results([(calls[0], "found")], None)
     whole, new = history.close(messages, dialect, lambda call, number: NOT_EXECUTED)
     results = [one for turn in turns(name, whole) for one in turn.results]
@@ -110,14 +110,14 @@ def test_the_same_is_read_in_every_format(name):
     (turn,) = turns(name, [asked(name, [("1", "search"), ("2", "find")])])
     assert [(call.id, call.name) for call in turn.calls] == [("1", "search"), ("2", "find")]
     assert turn.role == "assistant"
-    (turn,) = turns(name, [said(name, "assistant", "Yes.")])
+    (turn,) = turns(name, [user_input(name, "assistant", "Yes.")])
     assert (turn.role, turn.text) == ("assistant", "Yes.")
 
 
 @BY_FORMAT
 def test_a_synthetic_message_is_kept_in_a_checkpoint_and_sent_without_marks(name):
     dialect = DIALECTS[name]
-    message = dialect.ending("It was stopped.", MARKS, said(name, "assistant", "So far."))
+    message = dialect.ending("It was stopped.", MARKS, user_input(name, "assistant", "So far."))
     assert dialect.read(message).text.startswith("So far.")
     (plain,) = dialect.plain([message])
     items = json.loads(json.dumps(plain if name == "responses" else [plain]))

@@ -725,7 +725,7 @@ class TestAStopIsNoAnswer:
             inner = opened(Budget(max_tool_calls=1))
         model_call(inner)
         stop = inner.model_call(CALL)
-        assert inner.is_of_the_run_around(stop.trip)
+        assert inner.is_of_parent_run(stop.trip)
         own = inner.batch([tool(value=1), tool(value=2)])[1].trip
         assert own == stop.trip
 
@@ -733,18 +733,18 @@ class TestAStopIsNoAnswer:
         with Guard(Budget(max_model_calls=1)).activate():
             run = opened(Budget())
             assert until_stopped(run) == 1
-            assert not run.is_of_the_run_around(run.trip)
+            assert not run.is_of_parent_run(run.trip)
             with run.entered():
                 inner = opened(Budget())
         assert until_stopped(inner) == 0
-        assert inner.is_of_the_run_around(inner.trip)
+        assert inner.is_of_parent_run(inner.trip)
 
     def test_an_own_stop_is_handed_to_the_parent(self):
         outer = opened(Budget(max_model_calls=5))
         with outer.entered():
             inner = opened(Budget(max_model_calls=1))
         until_stopped(inner)
-        assert not inner.is_of_the_run_around(inner.trip)
+        assert not inner.is_of_parent_run(inner.trip)
         inner.end()
         assert outer.end().status == "completed"
 
@@ -768,7 +768,7 @@ class TestAStopIsNoAnswer:
         with outer.entered():
             inner = opened(Guard())
         assert until_stopped(inner) == 1
-        assert inner.is_of_the_run_around(inner.trip)
+        assert inner.is_of_parent_run(inner.trip)
         assert outer.end().status == "terminated"
 
 

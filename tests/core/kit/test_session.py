@@ -86,7 +86,7 @@ def test_a_cut_answer_ends_the_session():
 def test_a_location_is_blocking_or_awaited(way):
     kept = Kept()
     drive = BY_WAY[way]
-    opening = Session.open(envelope_of(Budget()), CHAT, kept, said="Go.")
+    opening = Session.open(envelope_of(Budget()), CHAT, kept, user_input="Go.")
     session = drive(opening)
     drive(session.model(Request(messages=[USER]))).answered(Turn("assistant"))
     session.calls.offer([search("1")])
@@ -100,7 +100,7 @@ def test_a_location_is_blocking_or_awaited(way):
 
 def test_a_branch_takes_the_call_that_was_left_when_the_run_paused():
     kept = Kept()
-    session = opened(Budget(max_tool_calls=1), kept, said="Go.")
+    session = opened(Budget(max_tool_calls=1), kept, user_input="Go.")
     session.calls.offer([search("1")])
     run_blocking(session.finish([USER], waits=True))
     again = opened(Budget(max_tool_calls=1), kept)
@@ -144,10 +144,10 @@ def test_a_call_that_a_limit_refused_keeps_its_refusal():
 
 
 @pytest.mark.parametrize(("said", "ends"), [(None, True), ("Once more.", False)])
-def test_an_answer_to_a_question_is_no_new_user_turn(said, ends):
+def test_an_answer_to_a_question_is_no_new_user_turn(user_input, ends):
     guard = Guard(Budget())
     for _ in range(12):
-        session = opened(guard, said=said)
+        session = opened(guard, user_input=user_input)
         turn = run_blocking(session.model(Request(messages=[USER])))
         if isinstance(turn, Stop):
             break

@@ -196,15 +196,15 @@ def test_a_file_that_cannot_be_read_is_said(write, name):
 
 
 def test_the_nearest_file_is_taken(write, tmp_path, monkeypatch):
-    above = write("[tool.budgetguard.profiles.a]\nversion = 1\n", "pyproject.toml")
+    parent = write("[tool.budgetguard.profiles.a]\nversion = 1\n", "pyproject.toml")
     below = tmp_path / "app"
     below.mkdir()
     (below / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    assert find_file(below) == above
+    assert find_file(below) == parent
     (below / "budgetguard.toml").write_text("[profiles.a]\nversion = 2\n")
     assert find_file(below) == below / "budgetguard.toml"
-    monkeypatch.setenv("BUDGETGUARD_PROFILES", str(above))
-    assert find_file(below) == above
+    monkeypatch.setenv("BUDGETGUARD_PROFILES", str(parent))
+    assert find_file(below) == parent
 
 
 def test_an_unknown_name_says_which_are_known(write):

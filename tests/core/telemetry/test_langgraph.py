@@ -35,9 +35,9 @@ def test_all_spans_are_in_one_trace_below_the_request(traced):
     assert [span.name for span in roots] == ["request"]
     for span in traced:
         if span.parent is not None:
-            above = by_id[span.parent.span_id]
-            assert above.start_time <= span.start_time
-            assert span.end_time <= above.end_time
+            parent = by_id[span.parent.span_id]
+            assert parent.start_time <= span.start_time
+            assert span.end_time <= parent.end_time
 
 
 def test_both_write_what_they_know(traced):

@@ -140,8 +140,8 @@ def test_a_last_answer_is_below_the_run_and_ends(telemetry):
     assert answer.attributes["budgetguard.housekeeping"] == "last_answer"
     assert by_id[answer.parent.span_id] is run
     chats = [one for one in spans if one.name.startswith("chat")]
-    above = [by_id[one.parent.span_id] for one in chats]
-    assert [above.count(run), above.count(answer)] == [2, 1]
+    parent = [by_id[one.parent.span_id] for one in chats]
+    assert [parent.count(run), parent.count(answer)] == [2, 1]
     ((_, reserved),) = seen.points("budgetguard.reservations")
     assert reserved.value == 0
     # One run, not two.

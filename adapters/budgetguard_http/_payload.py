@@ -24,7 +24,7 @@ _MISTRAL: Final = "mistral"
 
 
 @dataclass(slots=True, repr=False)  # what is posted is in no log
-class Posted:
+class Payload:
     """A request that is a call of a model.
 
     Attributes:
@@ -60,16 +60,16 @@ def plain_path(path: str) -> str:
     return _SLASHES.sub("", path) if path[-1:] == "/" or "//" in path else path
 
 
-def may_be_posted(host: str, path: str, policy: Policy) -> bool:
+def may_be_read(host: str, path: str, policy: Policy) -> bool:
     """Return whether a POST is worth reading, by its address."""
     if is_path_of_a_model(path):
         return True
     return policy.on_unknown != "pass" and is_provider(host) and bills(host, path)
 
 
-def read_posted(
+def read_payload(
     host: str, path: str, headers: Mapping[str, str], raw: bytes, policy: Policy
-) -> Posted | None:
+) -> Payload | None:
     """Read a POST; None for what is no call of a model."""
     body = parsed(raw) or {}
     protocol = protocol_of(path, body)
@@ -83,7 +83,7 @@ def read_posted(
         protocol = OPAQUE
     model = protocol.model(path, body) or _model_of_a_form(raw)
     is_openais = (model or "").startswith(_NAMED_BY_PROVIDER)
-    return Posted(
+    return Payload(
         protocol=protocol,
         path=path,
         body=body,
