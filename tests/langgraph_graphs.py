@@ -14,6 +14,7 @@ from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode
+from langgraph.pregel import Pregel
 from langgraph.types import Send
 from pydantic import BaseModel
 
@@ -321,6 +322,10 @@ async def run(graph, given, config, entry="sync"):
         return graph.with_config(tags=["again"]).invoke(given, config)
     if entry == "typed":
         return graph.invoke(given, config, version="v2").value
+    if not isinstance(graph, Pregel):  # a chain has no modes
+        if entry == "stream":
+            return list(graph.stream(given, config))
+        return [part async for part in graph.astream(given, config)]
     modes = ["updates", "messages", "values"]
     if entry == "stream":
         stream = graph.stream(given, config, stream_mode=modes, subgraphs=True)
