@@ -47,7 +47,7 @@ class _Case:
             "user_input": None,
             "after": done,
             "answer": answer,
-            "place": location,
+            "location": location,
         }
         return self.at.run(self.script, guard, **facts)
 

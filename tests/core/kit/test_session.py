@@ -143,7 +143,7 @@ def test_a_call_that_a_limit_refused_keeps_its_refusal():
     assert second.answer == second.refusal
 
 
-@pytest.mark.parametrize(("said", "ends"), [(None, True), ("Once more.", False)])
+@pytest.mark.parametrize(("user_input", "ends"), [(None, True), ("Once more.", False)])
 def test_an_answer_to_a_question_is_no_new_user_turn(user_input, ends):
     guard = Guard(Budget())
     for _ in range(12):
