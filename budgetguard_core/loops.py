@@ -110,8 +110,8 @@ _COUNTED = {
     "replies": "replies in a row were made before",
     "short_replies": "replies in a row were made before, word for word",
 }
-# Of each row, what the model is told.
-_SAID = {
+# Of each row, the words to the model.
+_NUDGES = {
     "same_error": "You have called {names} with these arguments {length} times and got the same "
     "error each time",
     "errors": "Your latest {length} calls of {names} ended with the same error, whatever the "
@@ -375,14 +375,14 @@ class LoopDetector:
         self._judge()
         row = due[0]
         period, names = self._cycle_of(row)
-        earlier_replies = row.name.removeprefix("short_")
-        if earlier_replies == "replies" and period > 1:
-            earlier_replies = "circle_of_replies"
-        elif earlier_replies == "stale" and period:
-            earlier_replies = "circle" if period > 1 else "same_call"
+        kind = row.name.removeprefix("short_")
+        if kind == "replies" and period > 1:
+            kind = "circle_of_replies"
+        elif kind == "stale" and period:
+            kind = "circle" if period > 1 else "same_call"
         facts = {"length": row.length, "more": row.length + 1, "times": self._times}
         advice = _PATIENCE if row is self._rows.waits else _ADVICE
-        return f"{_SAID[earlier_replies].format(names=names, period=period, **facts)}; {advice}"
+        return f"{_NUDGES[kind].format(names=names, period=period, **facts)}; {advice}"
 
     def _cycle_of(self, row: _Row) -> tuple[int, str]:
         """Return how long the cycle of a row is, 0 for none, and the names in it."""

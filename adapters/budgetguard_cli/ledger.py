@@ -64,7 +64,7 @@ def show(
 
 def set_ceilings(
     tenant: Annotated[
-        str | None, typer.Argument(metavar="TENANT", help="Or any other key.")
+        str | None, typer.Option(metavar="TENANT", help="The tenant, or another key.")
     ] = None,
     url: LedgerUrl = None,
     default: Annotated[
@@ -82,10 +82,10 @@ def set_ceilings(
     Each process sees them with its next trip to the ledger; what it has reserved by then it may
     spend. A tenant's first own ceilings begin with those of the stored default.
 
-    Example: budgetguard ledger set acme --daily-usd 20
+    Example: budgetguard ledger set --tenant acme --daily-usd 20
     """
     if (tenant is None) != default:
-        refuse("ledger set needs a tenant or --default, got neither or both. Name one.")
+        refuse("ledger set needs --tenant or --default, got neither or both. Name one.")
     given = {
         "daily_usd": daily_usd,
         "daily_tokens": daily_tokens,

@@ -79,7 +79,7 @@ class Call:
         is_to_bind = bound is not None and bound != open_call.call.max_output_tokens
         options = record(body.get("stream_options"))
         is_to_ask = (
-            (payload.is_streamed and protocol.usage_is_asked_for)
+            (payload.is_streamed and protocol.usage_is_optional)
             and payload.policy.ask_for_usage
             and not options.get("include_usage")
         )

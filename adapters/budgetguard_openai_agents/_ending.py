@@ -22,7 +22,7 @@ from budgetguard_openai_agents._history import (
     synthetic_message,
     turn_items,
 )
-from budgetguard_openai_agents._model import bounds_beside, model_of, set_bound, usage_of
+from budgetguard_openai_agents._model import extra_bounds, model_of, set_bound, usage_of
 from budgetguard_openai_agents._run import Recorder
 
 _RESUME = (
@@ -377,7 +377,7 @@ async def _last_answer(
 
     async def say(open_call: kit.OpenModelCall) -> kit.Answer:
         settings = replace(request["model_settings"], tool_choice=None, parallel_tool_calls=None)
-        set_bound(settings, open_call.max_output_tokens, bounds_beside(settings))
+        set_bound(settings, open_call.max_output_tokens, extra_bounds(settings))
         response = await model.get_response(
             system_instructions=sent.instructions,
             input=requested,

@@ -102,7 +102,7 @@ class BoundedModel:
         if due is not None:
             recorder.close_batch()
         settings, sent = copy.copy(request["model_settings"]), request["input"]
-        places = bounds_beside(settings)
+        places = extra_bounds(settings)
         own = max([own for _, _, own in places]) if places else settings.max_tokens
         name, provider = self._named
         requested = kit.Request(
@@ -294,7 +294,7 @@ def set_bound(
     settings.max_tokens = None if bound is not None and places else bound
 
 
-def bounds_beside(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
+def extra_bounds(settings: agents.ModelSettings) -> list[tuple[str, str, int]]:
     """List the completion bounds that settings hold beside their own: where, its name, tokens."""
     body: Any = settings.extra_body
     linked: dict[str, dict[str, Any]] = {

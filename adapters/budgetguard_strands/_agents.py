@@ -106,8 +106,8 @@ async def _before_invocation(event: hooks.BeforeInvocationEvent) -> None:
             # Somebody's hook raised, and nothing told the end of the run.
             at.run.fail(RuntimeError("the run was left before it began"))
         opener = OPENERS.get(agent)
-        is_around = kit.current() is not None or NODES.get(agent) is not None
-        if opener is None or (opener is JOINING and not is_around):
+        has_parent = kit.current() is not None or NODES.get(agent) is not None
+        if opener is None or (opener is JOINING and not has_parent):
             return
         at = await _begin(event, opener, invocation)
     calls.watch(agent, at)

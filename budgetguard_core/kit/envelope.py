@@ -52,7 +52,7 @@ _OF_THE_GUARD = (
     "conversation",
 )
 _PAST_RUNS = 32
-_UNSAID: dict[str, Any] = {"messages": (), "final": None, "tool_calls": ()}
+_STRIPPED: dict[str, Any] = {"messages": (), "final": None, "tool_calls": ()}
 _SEATS: weakref.WeakKeyDictionary[Guard, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -323,7 +323,7 @@ class Envelope:
     def note(self, outcome: Outcome) -> None:
         """Remember how a run ended, for the next choice of a profile."""
         if callable(self.profile):
-            self._past.append(outcome.model_copy(update=_UNSAID))
+            self._past.append(outcome.model_copy(update=_STRIPPED))
 
     def _bound(self, config: Any, given: Any) -> Budget:
         budget = self.budget if isinstance(self.budget, Budget) else Budget()

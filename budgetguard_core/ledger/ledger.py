@@ -213,8 +213,8 @@ class Ledger:
             name = account.names[0]
             raise ConfigurationError(
                 f"a ceiling must be set for {quoted(name)} in {self.url}, got none, so nothing "
-                f"would bound the run. Set one with `budgetguard ledger set {name} --daily-usd "
-                "20`, or a default for all tenants with Ledger(url, daily_usd=20)."
+                f"would bound the run. Set one with `budgetguard ledger set --tenant {name} "
+                "--daily-usd 20`, or a default for all tenants with Ledger(url, daily_usd=20)."
             )
 
     def _account(self, tenant: Tenant) -> Account:

@@ -121,7 +121,7 @@ _WRAPPED = Budget(max_iterations=5, wrap_up_at=0.6, wrap_up_message=_WORDS)
 def wrap_up(at: Trial) -> None:
     """Clause 56."""
 
-    def check_told(what: str, script: Script, *requests: int) -> None:
+    def check_words(what: str, script: Script, *requests: int) -> None:
         known = [number for number, sent in enumerate(script.sent) if _WORDS in sent]
         check_equal(f"requests with the words{what}", known, [*requests])
 
@@ -129,21 +129,21 @@ def wrap_up(at: Trial) -> None:
     script = Script([_BOTH, _BOTH, _BOTH, calls("search"), says("Here."), says("There.")])
     done = at.run(script, _WRAPPED, *tools, shared=shared)
     done.completed()
-    check_told("", script, 3)
+    check_words("", script, 3)
     expect(not any(_WORDS in one.text for one in done.history), "the words are in the history")
     facts: dict[str, Any] = {"after": done, "user_input": "Go on.", "shared": shared}
     at.run(script, Budget(max_iterations=9), *tools, **facts).completed()
-    check_told(", after the next run", script, 3)
+    check_words(", after the next run", script, 3)
 
     # A runaway does not heed them, and is stopped where it would have been.
     done = at.run([_BOTH], _WRAPPED, *tools)
     done.stopped(StopReason.MAX_ITERATIONS)
-    check_told(", of a runaway", done.script, 3)
+    check_words(", of a runaway", done.script, 3)
 
     guard = Guard(_WRAPPED, mode=Mode.OBSERVE)
     done = at.run([*[_BOTH] * 4, says("Here.")], guard, *tools)
     done.completed()
-    check_told(", in OBSERVE", done.script)
+    check_words(", in OBSERVE", done.script)
 
 
 # A scripted reply has 120 tokens, which are 12 cents of the model, and 1.2 of the cheaper one.

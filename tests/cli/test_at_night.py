@@ -43,7 +43,7 @@ def agent(tmp_path, answers, *, budget=BUDGET, **more):
 
 
 def test_find_it_see_why_raise_the_ceiling_and_resume(tmp_path, on_call):
-    on_call("ledger", "set", "acme", "--daily-usd", "0.001")
+    on_call("ledger", "set", "--tenant", "acme", "--daily-usd", "0.001")
     stopped = agent(tmp_path, [{"search": {"query": "x"}}], messages=PROMPT)
     assert stopped.status == "terminated"
 
@@ -60,7 +60,7 @@ def test_find_it_see_why_raise_the_ceiling_and_resume(tmp_path, on_call):
     assert "acme" in on_call("ledger", "show")
 
     # The tenant may spend more, and the run goes on where it was.
-    on_call("ledger", "set", "acme", "--daily-usd", "5")
+    on_call("ledger", "set", "--tenant", "acme", "--daily-usd", "5")
     done = agent(tmp_path, ["Done."], resume=stopped)
     assert (done.status, done.final) == ("completed", "Done.")
     assert on_call("show").count("acme") == 1
@@ -68,7 +68,7 @@ def test_find_it_see_why_raise_the_ceiling_and_resume(tmp_path, on_call):
 
 def test_kill_the_tenant_revive_it_and_resume(tmp_path, on_call):
     with Ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}"):
-        on_call("ledger", "set", "acme", "--daily-usd", "5")
+        on_call("ledger", "set", "--tenant", "acme", "--daily-usd", "5")
         on_call("kill", "--tenant", "acme", "--why", "spends at night")
         stopped = agent(tmp_path, [{"search": {"query": "x"}}], messages=PROMPT)
         assert stopped.stop_reason == "aborted"

@@ -213,7 +213,9 @@ def test_ledger(doctor, tmp_path):
     code, found = doctor("", "--ledger", f"sqlite:///{tmp_path}/none.sqlite3")
     assert (code, names(found, "problem")) == (1, [("ledger", "sqlite")])
     url = f"sqlite:///{tmp_path}/my%20ledger.sqlite3?synchronous=normal"
-    set_ = CliRunner().invoke(app, ["ledger", "set", "acme", "--daily-usd", "5", "--ledger", url])
+    set_ = CliRunner().invoke(
+        app, ["ledger", "set", "--tenant", "acme", "--daily-usd", "5", "--ledger", url]
+    )
     assert set_.exit_code == 0, set_.stderr
     code, found = doctor("", "--ledger", url)
     assert (code, names(found, "ok")) == (0, [("ledger", "sqlite")])

@@ -38,7 +38,7 @@ COMMANDS = (
     "calibrate forty.jsonl --labelled",
     "calibrate forty.jsonl --check",
     "replay log.jsonl --max-model-calls 4",
-    f"ledger set acme --daily-usd 20 {LEDGER}",
+    f"ledger set --tenant acme --daily-usd 20 {LEDGER}",
     f"kill --tenant acme --who ann --why loops {LEDGER}",
     f"ledger show {LEDGER}",
     f"revive --tenant acme {LEDGER}",

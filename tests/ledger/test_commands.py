@@ -36,8 +36,8 @@ def run(place, *arguments):
 
 @pytest.mark.sample(3)
 def test_show_and_set(place, opened):
-    assert run(place, "ledger", "set", "acme", "--daily-usd", "20").exit_code == 0
-    told = run(place, "ledger", "set", "acme", "--monthly-tokens", "5000")
+    assert run(place, "ledger", "set", "--tenant", "acme", "--daily-usd", "20").exit_code == 0
+    told = run(place, "ledger", "set", "--tenant", "acme", "--monthly-tokens", "5000")
     assert told.output == "ceilings of acme: a day $20, a month 5,000 tokens\n"
     told = run(place, "ledger", "set", "--default", "--daily-usd", "3", "--json")
     assert json.loads(told.stdout) == {
@@ -69,13 +69,13 @@ def test_show_and_set(place, opened):
     )
     lines = run(place, "ledger", "show", "--past", "--json").stdout.splitlines()
     assert len(lines) == 4
-    run(place, "ledger", "set", "acme", "--daily-usd", "none")
+    run(place, "ledger", "set", "--tenant", "acme", "--daily-usd", "none")
     assert ledger.ceilings()["acme"]["d"] == Amount()
     shown = run(place, "ledger", "show").output
     assert "$20" not in shown  # the one that holds now
     assert "ceilings of acme" not in run(place, "ledger", "show").output
     assert "ceilings of the default: a day" in shown
-    cleared = run(place, "ledger", "set", "acme", "--clear")
+    cleared = run(place, "ledger", "set", "--tenant", "acme", "--clear")
     assert cleared.output == "ceilings of acme: none of its own\n"
     assert set(ledger.ceilings()) == {""}
 
@@ -107,15 +107,15 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
         ("kill", "--all", "--run", "r"),
         ("revive",),
         ("kill", "--tenant", "a\n"),
-        ("ledger", "set", "acme", "--daily-tokens", "1.5"),
-        ("ledger", "set", "acme", "--daily-usd", "nan"),
-        ("ledger", "set", "acme", "--monthly-usd=-1"),
+        ("ledger", "set", "--tenant", "acme", "--daily-tokens", "1.5"),
+        ("ledger", "set", "--tenant", "acme", "--daily-usd", "nan"),
+        ("ledger", "set", "--tenant", "acme", "--monthly-usd=-1"),
         ("ledger", "reconcile", "--hold", "x"),
         ("ledger", "reconcile", "--usd", "1"),
         ("ledger", "reconcile", "--hold", "x", "--usd", "1"),
         ("ledger", "set"),
-        ("ledger", "set", "acme"),
-        ("ledger", "set", "acme", "--clear", "--daily-usd", "1"),
+        ("ledger", "set", "--tenant", "acme"),
+        ("ledger", "set", "--tenant", "acme", "--clear", "--daily-usd", "1"),
         ("ledger", "show", "--ledger", "mysql://x"),
         ("ledger", "check", "--ledger", "redis://127.0.0.1:1"),
     ):
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said_in_one_sentence(sqlite, opened):
         assert done.exit_code == 2, arguments
         assert done.stderr.startswith("budgetguard: "), arguments
         assert done.stderr.count("\n") == 1
-    done = run(sqlite, "ledger", "set", "acme", "--daily-usd", "many")
+    done = run(sqlite, "ledger", "set", "--tenant", "acme", "--daily-usd", "many")
     assert done.exit_code == 2
     assert "must be an amount of US dollars, got 'many'" in " ".join(done.stderr.split())
 
@@ -165,7 +165,7 @@ def test_each_command_has_an_example_and_speaks_json(sqlite, command):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_file_that_is_not_there_is_no_empty_ledger(sqlite, command):
-    options = {"set": ("acme", "--daily-usd", "1"), "kill": ("--all",), "revive": ("--all",)}
+    options = {"set": ("--tenant=acme", "--daily-usd=1"), "kill": ("--all",), "revive": ("--all",)}
     done = run(sqlite, *command, *options.get(command[-1], ()))
     if command[-1] == "set":
         assert done.exit_code == 0
@@ -197,7 +197,7 @@ def test_hostile_names_in_the_commands(place, opened, name):
     ledger.reserve((name, "acme"), usd=2).settle(1)
     attached = ledger.attach(name, name, on_kill=id, on_warning=id)
     ledger.send_heartbeat()
-    assert run(place, "ledger", "set", name, "--daily-usd", "5").exit_code == 0
+    assert run(place, "ledger", "set", "--tenant", name, "--daily-usd", "5").exit_code == 0
     killed = run(place, "kill", "--tenant", name, "--why", "\x1b[2J\nx", "--who", name)
     for done in (
         killed,
@@ -245,9 +245,11 @@ def test_check_and_adopt(sqlite, place, opened):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("figure", ["-1", "nan", "0", "-0.5", "1e40"])
 def test_what_the_advice_says_of_a_ceiling_is_taken(place, opened, figure):
-    refused = run(place, "ledger", "set", "acme", "--daily-usd", figure)
+    refused = run(place, "ledger", "set", "--tenant", "acme", "--daily-usd", figure)
     assert refused.exit_code == 2
     assert "Use 0" not in refused.output
     assert "Use None for no ceiling" in refused.output
-    told = run(place, "ledger", "set", "acme", "--daily-usd", "None", "--daily-tokens", "9")
+    told = run(
+        place, "ledger", "set", "--tenant", "acme", "--daily-usd", "None", "--daily-tokens", "9"
+    )
     assert told.output == "ceilings of acme: a day 9 tokens, a month none\n"

@@ -134,8 +134,8 @@ def test_a_run_without_any_ceiling_of_its_tenant_is_refused_where_it_opens(place
     with Ledger(place.url, queue=tmp_path / "q", timeout=60.0) as ledger:
         words = (
             r"^a ceiling must be set for 'acme' in \S+, got none, so nothing would bound the run. "
-            r"Set one with `budgetguard ledger set acme --daily-usd 20`, or a default for all "
-            r"tenants with Ledger\(url, daily_usd=20\)\.$"
+            r"Set one with `budgetguard ledger set --tenant acme --daily-usd 20`, or a default for "
+            r"all tenants with Ledger\(url, daily_usd=20\)\.$"
         )
         for make in (
             lambda: Guard(ledger=ledger, tenant="acme"),

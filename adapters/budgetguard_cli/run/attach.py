@@ -119,7 +119,7 @@ class RunLedger(Plug):
         guard = Guard(
             self._budget,
             run_id=name,
-            sinks=(RunLog(self._folder.logs), _tells(self._folder, name)),
+            sinks=(RunLog(self._folder.logs), _stop_sink(self._folder, name)),
             ledger=self.facts.ledger,
             tenant=self.facts.tenant,
         )
@@ -251,7 +251,7 @@ def _holds_of(ask: Ask) -> Iterable[Hold]:
     return (*ask.holds, *(one for holds in ask.call_holds.values() for one in holds))
 
 
-def _tells(folder: RunFolder, name: str) -> Callable[[Event], None]:
+def _stop_sink(folder: RunFolder, name: str) -> Callable[[Event], None]:
     """Return a sink of the guard of this name: it tells the other processes of its stop."""
     refusals = Counter[str]()
 

@@ -93,7 +93,7 @@ class OpenAIChat(ApiProtocol):
     )
     reader_type = ChatReader
     can_refuse = True
-    usage_is_asked_for = True
+    usage_is_optional = True
 
     def bound(self, body: Body) -> int | None:
         """Return the lower of the two fields that there are for it."""
@@ -142,7 +142,7 @@ class Mistral(OpenAIChat):
     provider = "mistral"
     bound_field = "max_tokens"
     can_refuse = False
-    usage_is_asked_for = False
+    usage_is_optional = False
 
 
 class Completions(OpenAIChat):

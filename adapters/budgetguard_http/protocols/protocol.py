@@ -203,7 +203,7 @@ class ApiProtocol:
     min_output_tokens: ClassVar[int] = 1
     is_turn: ClassVar[bool] = True
     """A call is a turn of a loop; that of an embedding is none."""
-    usage_is_asked_for: ClassVar[bool] = False
+    usage_is_optional: ClassVar[bool] = False
     """The usage of a stream comes where `stream_options` ask for it."""
     streams: ClassVar[bool] = False
     """An answer is streamed where the request does not say."""
