@@ -106,6 +106,6 @@ for _panel, _functions in _PANELS.items():
         app.command(cls=_Command, rich_help_panel=_panel, context_settings=_settings)(_function)
 _ledger.command(cls=_Command)(ledger.show)
 _ledger.command("set", cls=_Command)(ledger.set_ceilings)
-for _function in (ledger.reconcile, ledger.check, ledger.adopt):
+for _function in (ledger.runs, ledger.reconcile, ledger.check, ledger.adopt):
     _ledger.command(cls=_Command)(_function)
 app.add_typer(_ledger, name="ledger", rich_help_panel="Tenants")

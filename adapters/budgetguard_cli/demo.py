@@ -34,28 +34,18 @@ MODEL = "gpt-4o"
 CALLS_PER_MINUTE = 20
 HOURS = 9
 
-_BUDGET = Budget(
-    max_iterations=25,
-    max_tool_calls=40,
-    max_total_tokens=100_000,
-    max_seconds=20,
-    max_cost_usd=Decimal("0.05"),
-)
+_BUDGET = Budget(max_iterations=25, max_seconds=20, max_cost_usd=Decimal("0.05"))
 _WINDOW = 128_000
 _LOG = "".join(
     f"2026-03-02 23:{minute:02}:07 deploy[4711]: waiting for the health check of web-{minute % 3}\n"
     for minute in range(14)
 )
-
-
 _ACTS = {
     "The tool says the same thing every time": "",
     "The tool says something new every time": "attempt {} of the health check failed\n",
 }
-
-
 CALL: Final = {"search": {"query": "deploy.log"}}
-_CHARACTERS_PER_TOKEN: Final = 4
+_PER_TOKEN: Final = 4  # characters
 # An adapter that fails to stop its loop must fail, not hang.
 _MOST_CALLS: Final = 200
 
@@ -77,9 +67,7 @@ class StickyAnswers(Answers):
     def next(self) -> Turn:
         """Take the next answer; after 200 calls it is a text."""
         requested = len(json.dumps(CALL))
-        self.usage = TokenUsage(
-            self._size // _CHARACTERS_PER_TOKEN + 1, requested // _CHARACTERS_PER_TOKEN
-        )
+        self.usage = TokenUsage(self._size // _PER_TOKEN + 1, requested // _PER_TOKEN)
         self._size += requested
         if self.calls >= _MOST_CALLS:
             self.answers = ["I give up: nobody stopped me."]

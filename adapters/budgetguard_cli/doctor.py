@@ -116,9 +116,8 @@ def doctor(
         source = read_source(Path(script))
         found = [*packages(entries, source), *_ways(entries, source), *_mixes(entries, source)]
         models += sorted(source.models - set(models))
-        known = any(one.kind in ("framework", "client", "way") for one in found)
         found += [Finding("problem", "script", script, problem) for problem in source.problems]
-        if not known:
+        if not any(one.kind in ("framework", "client", "way") for one in found):
             imports = ", ".join(sorted(source.modules)) or "none"
             detail = f"nothing known to call models is among its imports: {imports}."
             found.append(Finding("note", "script", script, detail))

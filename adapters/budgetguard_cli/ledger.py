@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from decimal import Decimal
 from getpass import getuser
@@ -21,6 +21,7 @@ from budgetguard_core.ledger.step import TTL_SECONDS, HoldRecord
 
 _KINDS = {"d": "day", "m": "month", "r": "of"}
 _SMALLEST_SHOWN = Decimal("0.000001")
+_CEILINGS = ("daily_usd", "daily_tokens", "monthly_usd", "monthly_tokens")
 
 
 def show(
@@ -86,12 +87,8 @@ def set_ceilings(
     """
     if (tenant is None) != default:
         refuse("ledger set needs --tenant or --default, got neither or both. Name one.")
-    given = {
-        "daily_usd": daily_usd,
-        "daily_tokens": daily_tokens,
-        "monthly_usd": monthly_usd,
-        "monthly_tokens": monthly_tokens,
-    }
+    texts = daily_usd, daily_tokens, monthly_usd, monthly_tokens
+    given = dict(zip(_CEILINGS, texts, strict=True))
     if clear == any(text is not None for text in given.values()):
         refuse("ledger set needs ceilings or --clear, got neither or both. Use --daily-usd 20.")
     with open_ledger(url, may_be_new=True) as ledger:
@@ -155,20 +152,20 @@ def reconcile(
                 charged = ledger.settle_hold(one, None if hold is None else amount)
                 status = f"settled at {_both(to_dollars(charged.usd), charged.tokens)}"
             results.append((one, charged, status))
-    columns = ("reservation", "run or process", "tenant", "charged", "reported", "made", "result")
-    rows = table(*columns)
-    for one, _, status in results:
-        rows.add_row(
-            *map(cell, (one.id, one.owner, ", ".join(dict(one.windows)))),
-            _both(to_dollars(one.charge.usd), one.charge.tokens),
-            _both(to_dollars(one.spent.usd), one.spent.tokens),
-            _instant(one.made),
-            status,
-        )
-    records = (_record(*one) for one in results)
-    answer(as_json, records, rows if results else "nothing is to be reconciled")
+    _list_holds(results, as_json, "nothing is to be reconciled")
     if any(charged is None for _, charged, _ in results):
         raise typer.Exit(1)
+
+
+def runs(url: LedgerUrl = None, as_json: AsJson = False) -> None:
+    """List the runs with a call under way, or left open by a process that has gone.
+
+    Example: budgetguard ledger runs
+    """
+    with open_ledger(url) as ledger:
+        now, holds = ledger.now(), [one for one in ledger.holds() if not one.closed]
+    rows = [(one, None, "under way" if now < one.expires else "to be reconciled") for one in holds]
+    _list_holds(rows, as_json, "no call is under way")
 
 
 def adopt(url: LedgerUrl = None, as_json: AsJson = False) -> None:
@@ -251,8 +248,22 @@ def revive(
     answer(as_json, (kill._asdict() for kill in revived), *status)
 
 
+def _list_holds(
+    holds: Sequence[tuple[HoldRecord, Amount | None, str]], as_json: bool, none: str
+) -> None:
+    rows = table("reservation", "run or process", "tenant", "charged", "made", "result")
+    for one, _, status in holds:
+        rows.add_row(
+            *map(cell, (one.id, one.owner, ", ".join(dict(one.windows)))),
+            _both(to_dollars(one.charge.usd), one.charge.tokens),
+            _instant(one.made),
+            status,
+        )
+    answer(as_json, (_record(*one) for one in holds), rows if holds else none)
+
+
 def _record(one: HoldRecord, settled: Amount | None, result: str) -> dict[str, object]:
-    amounts = {"charged": one.charge, "reported": one.spent, "settled": settled}
+    amounts = {"charged": one.charge, "settled": settled}
     return {
         "id": one.id,
         "owner": one.owner,

@@ -42,6 +42,7 @@ COMMANDS = (
     f"kill --tenant acme --who ann --why loops {LEDGER}",
     f"ledger show {LEDGER}",
     f"revive --tenant acme {LEDGER}",
+    f"ledger runs {LEDGER}",
     f"ledger reconcile {LEDGER}",
     f"ledger check {LEDGER}",
     f"ledger adopt {LEDGER}",

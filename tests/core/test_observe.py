@@ -117,13 +117,13 @@ def test_it_trips_where_enforce_does_and_counts_as_without_caps(budget, steps):
 @pytest.mark.slow
 @given(budgets, budgets, steps, st.booleans())
 @fixed
-def test_it_bounds_neither_its_parent_nor_its_child(outer, inner, steps, parent):
-    parent = made(outer, "observe" if parent else "enforce")
-    child = parent.child(Budget(**inner), mode="enforce" if parent else "observe", run_id="c")
+def test_it_bounds_neither_its_parent_nor_its_child(outer, inner, steps, advises):
+    parent = made(outer, "observe" if advises else "enforce")
+    child = parent.child(Budget(**inner), mode="enforce" if advises else "observe", run_id="c")
     # The same in a tree whose advisory guard has no caps at all.
-    free = made({"loop_detection": None} if parent else outer, "observe" if parent else "enforce")
+    free = made({"loop_detection": None} if advises else outer, "observe" if advises else "enforce")
     free_child = free.child(
-        Budget(**(inner if parent else {"loop_detection": None})), mode=child.mode, run_id="c"
+        Budget(**(inner if advises else {"loop_detection": None})), mode=child.mode, run_id="c"
     )
     for step in steps:
         if step[0] in ("abort", "hold"):
@@ -135,7 +135,7 @@ def test_it_bounds_neither_its_parent_nor_its_child(outer, inner, steps, parent)
         assert take(child, step) is take(free_child, step)
         assert counted(parent) == counted(free)
         assert counted(child) == counted(free_child)
-    enforced, advisory = (child, parent) if parent else (parent, child)
+    enforced, advisory = (child, parent) if advises else (parent, child)
     assert advisory.trip is None or enforced.trip is not None
 
 

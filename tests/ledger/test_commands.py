@@ -147,8 +147,19 @@ def test_a_logged_run_is_killed_by_the_beginning_of_its_id(sqlite, opened, tmp_p
     assert json.loads(done.stdout)["flag"] == "r:9f0c11"
 
 
+def test_runs_with_a_call_under_way(place, opened):
+    ledger = opened(place)
+    ledger.reserve(("acme", "acme/user-7"), usd=2)
+    ledger.reserve("acme", usd=1).settle(1)
+    (line,) = run(place, "ledger", "runs", "--json").stdout.splitlines()
+    found = json.loads(line)
+    assert (found["keys"], found["result"]) == (["acme", "acme/user-7"], "under way")
+    assert float(found["charged_usd"]) == 2
+    assert found["owner"] in run(place, "ledger", "runs").stdout.replace("\n", "")
+
+
 COMMANDS = [
-    *(("ledger", name) for name in ("show", "set", "reconcile")),
+    *(("ledger", name) for name in ("show", "set", "runs", "reconcile")),
     *(("ledger", name) for name in ("adopt", "check")),
     *((name,) for name in ("kill", "revive")),
 ]

@@ -11,7 +11,7 @@ from langchain_ollama import ChatOllama
 from werkzeug import Response
 
 from budgetguard_core import Budget, Guard
-from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, _bounds, bounded
+from budgetguard_langgraph import BudgetCallback, BudgetMiddleware, _models, bounded
 from langgraph_graphs import check_request, search, user
 
 WAYS = ["bounded", "callback", "middleware"]
@@ -47,7 +47,7 @@ class Server:
 
 @pytest.fixture
 def server(httpserver, monkeypatch):
-    monkeypatch.setattr(_bounds, "_TOLD", set())
+    monkeypatch.setattr(_models, "_REPORTED", set())
     return Server(httpserver)
 
 

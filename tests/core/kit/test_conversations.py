@@ -18,7 +18,7 @@ from budgetguard_core import (
 from budgetguard_core.kit import Envelope, ModelCall, Stop, TokenUsage
 from budgetguard_core.testing import ManualClock
 
-NAMES = (f"thread-{number}" for number in itertools.count())
+NAMES = (f"conversations-{number}" for number in itertools.count())
 
 
 @pytest.fixture
