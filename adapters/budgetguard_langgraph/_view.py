@@ -187,7 +187,7 @@ def _without_stops(payload: Any) -> Any:
         if name in ("interrupts", INTERRUPT) and isinstance(value, (list, tuple)):
             listed = cast("Sequence[Any]", value)
             kept = [one for one in listed if not is_budget_interrupt(one)]
-            if kept or name != INTERRUPT:
+            if kept or not value or name != INTERRUPT:  # a breakpoint's is empty
                 found[name] = kept if isinstance(value, list) else tuple(kept)
         elif name in ("payload", "tasks"):
             found[name] = _without_stops(value)

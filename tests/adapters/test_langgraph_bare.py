@@ -14,11 +14,13 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
 from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import StateGraph
 
 from budgetguard_core import Budget, BudgetExceeded, Guard
 from budgetguard_core.kit import current_guard
 from budgetguard_core.testing import ProviderError, Reply, Script, says
-from budgetguard_langgraph import BudgetCallback, BudgetInterrupt
+from budgetguard_langgraph import BudgetCallback, BudgetInterrupt, bounded
 from langgraph_graphs import StrictChat
 
 GIVEN = [[HumanMessage(str(n))] for n in range(12)]
@@ -256,3 +258,20 @@ def test_an_argument_that_compares_to_no_truth_value_reaches_its_tool():
     result = rows.invoke(call, {"callbacks": [BudgetCallback(guard)]})
     assert result.content == "Table"
     assert guard.usage.tool_calls == 1
+
+
+@pytest.mark.parametrize("mode", ["updates", "values", ["updates", "debug"]])
+def test_the_chunk_of_a_breakpoint_is_the_unguarded_one(mode):
+    def steps(bound):
+        builder = StateGraph(dict)
+        builder.add_node("one", lambda state: {"x": 1})
+        builder.add_node("two", lambda state: {"x": 2})
+        builder.set_entry_point("one")
+        builder.add_edge("one", "two")
+        graph = builder.compile(checkpointer=InMemorySaver(), interrupt_before=["two"])
+        graph = bounded(graph, Budget(max_iterations=9)) if bound else graph
+        config = {"configurable": {"thread_id": "1"}}
+        chunks = list(graph.stream({"x": 0}, config, stream_mode=mode))
+        return [one for one in chunks if "'timestamp'" not in repr(one)]
+
+    assert steps(bound=True) == steps(bound=False)
