@@ -12,6 +12,7 @@ import pytest
 from werkzeug import Response
 
 from budgetguard_core import Guard, JsonLinesSink
+from budgetguard_core.kit import ModelCall, TokenUsage, ToolCall, end_run
 from budgetguard_core.ledger import Ledger
 from run_logs import COST_OF_A_CALL, finalized, in_attempts, write
 
@@ -210,3 +211,18 @@ def test_the_page_in_a_browser(budgetguard, log, tmp_path, httpserver, width, sc
     chromium(f"--screenshot={picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert {request.path for request, _ in httpserver.log} <= {"/", "/report", "/favicon.ico"}
+
+
+@pytest.mark.slow
+def test_a_handoff_is_no_tool(budgetguard, tmp_path):
+    with JsonLinesSink(tmp_path / "log.jsonl") as sink:
+        guard = Guard(sinks=[sink])
+        ticket = guard.admit_model_call(ModelCall(model="gpt-4o"))
+        guard.settle_model_call(ticket, TokenUsage(10, 10))
+        calls = [ToolCall(name="to_b", id="1", kind="handoff"), ToolCall(name="search", id="2")]
+        for one in guard.admit_tool_calls(calls):
+            guard.settle_tool_call(one, "x")
+        end_run(guard, trip=None)
+    figures = json.loads(budgetguard("report", tmp_path / "log.jsonl", "--json").stdout)
+    assert figures["handoffs"] == [["to_b", 1]]
+    assert {name for name, _ in figures["tools"]} == {"(handoffs)", "search"}
